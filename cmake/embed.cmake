@@ -1,0 +1,13 @@
+# cmake -DOUT=file.c "-DFILES=a;b" -P embed.cmake
+set(_text "#include \"embed.h\"\n\n")
+set(_table "")
+set(_n 0)
+foreach(_file ${FILES})
+  file(READ ${_file} _hex HEX)
+  string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," _bytes "${_hex}")
+  get_filename_component(_name ${_file} NAME)
+  string(APPEND _text "static const unsigned char file_${_n}[] = {${_bytes}0};\n")
+  string(APPEND _table "  {\"${_name}\", file_${_n}, sizeof file_${_n} - 1},\n")
+  math(EXPR _n "${_n} + 1")
+endforeach()
+file(WRITE ${OUT} "${_text}\nconst struct embedded_file embedded_files[] = {\n${_table}  {0, 0, 0}};\n")

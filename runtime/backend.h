@@ -1,0 +1,35 @@
+/* A backend: memory and kernels. forward.c fills one parameter struct of templates/abi.h per kernel and hands it over; the CUDA
+ * backend launches the plan's cubin, the CPU backend runs the same step in C over the same memory layout. */
+#ifndef MOEFLOW_BACKEND_H
+#define MOEFLOW_BACKEND_H
+
+#include "plan.h"
+
+struct moeflow_context;
+struct moeflow_layer;
+
+struct launch {
+  const struct moeflow_layer *layer;  /* the CPU backend borrows weights through it; NULL for fill */
+  enum kernel_id kernel;
+  int variant;                        /* index among the kernel's variants in the plan */
+  int64_t blocks;                     /* grid.x; the CPU backend ignores it */
+  void *params;                       /* the kernel's struct */
+  void *stream;
+};
+
+struct backend {
+  const char *name;
+  moeflow_status (*open)(struct moeflow_context *context);   /* after the plan was read */
+  void (*close)(struct moeflow_context *context);
+  moeflow_status (*allocate)(struct moeflow_context *context, size_t bytes, void **memory);        /* zero-filled */
+  void (*release)(struct moeflow_context *context, void *memory);
+  moeflow_status (*allocate_record)(struct moeflow_context *context, size_t bytes, void **host, void **device);
+  void (*release_record)(struct moeflow_context *context, void *host);
+  moeflow_status (*upload)(struct moeflow_context *context, void *to, const void *from, size_t bytes);   /* blocking */
+  moeflow_status (*download)(struct moeflow_context *context, void *to, const void *from, size_t bytes); /* blocking */
+  moeflow_status (*prepare)(struct moeflow_context *context); /* load every kernel now */
+  moeflow_status (*launch)(struct moeflow_context *context, const struct launch *launch);
+};
+extern const struct backend backend_cuda;
+extern const struct backend backend_cpu;
+#endif

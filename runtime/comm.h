@@ -1,0 +1,34 @@
+/* A transport: how rows travel between the ranks of a group. forward.c knows nothing of it beyond this table. */
+#ifndef MOEFLOW_COMM_H
+#define MOEFLOW_COMM_H
+
+#include "abi.h"
+#include "moeflow.h"
+
+struct moeflow_group;
+struct group_lane;
+
+struct comm { /* the transport's own struct begins with this */
+  const struct comm_ops *ops;
+};
+
+struct comm_ops {
+  const char *name;
+  int one_sided; /* kernels store into the peers' buffers; no send buffers, and blocks of C rows instead of R */
+  /* Collective, bounded by the group's timeout. */
+  moeflow_status (*create)(struct moeflow_group *group, const moeflow_group_config *config, struct comm **comm);
+  void (*destroy)(struct comm *comm);
+  /* Collective on the host: all[r] = rank r's bytes (up to 512), for fingerprints. Bounded by the group's timeout. */
+  moeflow_status (*gather)(struct comm *comm, const void *mine, size_t bytes, void *all);
+  /* Collective, once the lane's buffers stand: fills the lane's target arrays. */
+  moeflow_status (*attach)(struct comm *comm, struct group_lane *lane);
+  /* Enqueues one exchange of `rows` rows of row_bytes per peer. phase: MOEFLOW_PHASE_DISPATCH or _RETURN. */
+  moeflow_status (*exchange)(struct comm *comm, struct group_lane *lane, enum moeflow_phase phase, int rows,
+                             int64_t row_bytes, void *stream);
+  /* An asynchronous failure of the transport, MOEFLOW_OK when there is none. Any thread. */
+  moeflow_status (*health)(struct comm *comm);
+  void (*abort)(struct comm *comm); /* any thread */
+};
+extern const struct comm_ops comm_nccl;
+extern const struct comm_ops comm_local;
+#endif

@@ -1,0 +1,321 @@
+/* What host and device must agree on: the packed row, the lane's state, one parameter struct per kernel.
+ *
+ * Read by C11 (runtime/, gen/), by NVRTC (templates/) and by the CPU emulator (tests/emulated/). Pointers are device addresses
+ * (the CPU backend: host addresses); every struct has the same layout in all three, asserted at the end.
+ */
+#ifndef MOEFLOW_ABI_H
+#define MOEFLOW_ABI_H
+
+#if defined(__CUDACC_RTC__)
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#define MOEFLOW_FN __host__ __device__ constexpr inline
+#else
+#include <stdint.h>
+#ifdef __cplusplus
+#define MOEFLOW_FN constexpr inline
+#else
+#define MOEFLOW_FN static inline
+#endif
+#endif
+
+#define MOEFLOW_PROTOCOL 1u /* meaning of rows, headers and phases; part of the ranks' fingerprint */
+
+/* ---- The packed row: [header][hidden][scales], each part padded to 128 bytes ---- */
+
+#define MOEFLOW_ROW_ALIGN 128
+#define MOEFLOW_CHOICES_MAX 32
+
+struct moeflow_row_header { /* then int32 ids[K] (owner << 16 | local slot, -1 = none), then float weights[K] */
+  uint32_t epoch;           /* the step that wrote the row; other epochs are stale */
+  uint32_t rows_sent;       /* rows that this source sent in this step: row t counts only if t < rows_sent */
+  uint32_t tokens_max;      /* must equal the receiver's */
+  uint32_t flags;           /* MOEFLOW_ROW_* */
+};
+
+#define MOEFLOW_ROW_FAILED 1u   /* the source joined with 0 rows after a bad argument; peers go on */
+#define MOEFLOW_ROW_POISONED 2u /* the source's group is poisoned; receivers become so */
+
+MOEFLOW_FN int64_t moeflow_align(int64_t bytes) {
+  return (bytes + MOEFLOW_ROW_ALIGN - 1) / MOEFLOW_ROW_ALIGN * MOEFLOW_ROW_ALIGN;
+}
+MOEFLOW_FN int64_t moeflow_row_ids_offset(void) { return 16; }
+MOEFLOW_FN int64_t moeflow_row_weights_offset(int top_k) { return 16 + 4 * (int64_t)top_k; }
+MOEFLOW_FN int64_t moeflow_row_hidden_offset(int top_k) { return moeflow_align(16 + 8 * (int64_t)top_k); }
+/* element_bytes of the dispatch dtype (bf16 2); scale_bytes: all scales of a row (bf16: 0) */
+MOEFLOW_FN int64_t moeflow_row_scales_offset(int top_k, int hidden, int element_bytes) {
+  return moeflow_row_hidden_offset(top_k) + moeflow_align((int64_t)hidden * element_bytes);
+}
+MOEFLOW_FN int64_t moeflow_row_bytes(int top_k, int hidden, int element_bytes, int scale_bytes) {
+  return moeflow_row_scales_offset(top_k, hidden, element_bytes) + moeflow_align(scale_bytes);
+}
+/* A returned row: H values of the return dtype (bf16 2, fp32 4), padded. `reduce: choices` returns K of them a token. */
+MOEFLOW_FN int64_t moeflow_return_row_bytes(int hidden, int element_bytes) {
+  return moeflow_align((int64_t)hidden * element_bytes);
+}
+
+/* A place: where an expert lives. */
+#define MOEFLOW_PLACE_NONE (-1)
+MOEFLOW_FN int32_t moeflow_place(int32_t owner, int32_t slot) { return (int32_t)((uint32_t)owner << 16 | (uint32_t)slot); }
+MOEFLOW_FN int32_t moeflow_place_owner(int32_t place) { return place >> 16; }
+MOEFLOW_FN int32_t moeflow_place_slot(int32_t place) { return place & 0xffff; }
+
+/* Which of `count` replicas serves token t of rank s: a mix of both (the finaliser of MurmurHash3, public domain). */
+MOEFLOW_FN uint32_t moeflow_replica(uint32_t source, uint32_t token, uint32_t count) {
+  uint32_t h = source * 0x9e3779b9u + token;
+  h = (h ^ (h >> 16)) * 0x85ebca6bu;
+  h = (h ^ (h >> 13)) * 0xc2b2ae35u;
+  return (h ^ (h >> 16)) % count;
+}
+
+/* ---- State of a lane, in device memory; of its record, in host memory that the device writes ---- */
+
+enum moeflow_phase { /* what a step has reached or waits for */
+  MOEFLOW_PHASE_IDLE = 0,
+  MOEFLOW_PHASE_DISPATCH = 1, /* rows on their way out */
+  MOEFLOW_PHASE_EXPERTS = 2,
+  MOEFLOW_PHASE_RETURN = 3 /* rows on their way home */
+};
+
+enum moeflow_poison { /* why a group is unusable; the first cause stays */
+  MOEFLOW_POISON_NONE = 0,
+  MOEFLOW_POISON_PEER = 1,       /* a peer said it is poisoned */
+  MOEFLOW_POISON_TOKENS_MAX = 2, /* mine, theirs: tokens_max */
+  MOEFLOW_POISON_EPOCH = 3,      /* mine, theirs: step numbers; the ranks are out of step */
+  MOEFLOW_POISON_TIMEOUT = 4,    /* the peer stayed silent in `phase` */
+  MOEFLOW_POISON_ABORT = 5       /* moeflow_abort */
+};
+
+struct moeflow_lane { /* device memory; epoch is bumped by combine, the last kernel of a step */
+  uint32_t epoch;
+  uint32_t poison; /* enum moeflow_poison; every kernel returns at once when it is set */
+  uint32_t reserved[30];
+};
+
+struct moeflow_record { /* pinned host memory, one per lane; read by moeflow_poll */
+  uint32_t started;     /* epoch of the last step whose pack ran */
+  uint32_t received;    /* epoch of the last step whose rows arrived */
+  uint32_t finished;    /* epoch of the last step that ended */
+  uint32_t steps;       /* steps ended since creation */
+  uint32_t failed_peer; /* 1 + the last peer that sent MOEFLOW_ROW_FAILED, 0 = none */
+  uint32_t failed_step;
+  uint32_t poison;      /* enum moeflow_poison, written last; the rest says more: */
+  uint32_t peer;
+  uint32_t phase;
+  uint32_t step;
+  uint32_t mine;
+  uint32_t theirs;
+  uint32_t reserved[20];
+};
+
+/* ---- Work lists on the owner ----
+ * A received row (source s, token t) has the number r = s * rows + t. An entry is one (row, choice) pair that this rank must
+ * compute: number r * K + k. Its position in expert-major order (experts ascending, entries ascending within one) indexes
+ * the activations and the down output. */
+
+#define MOEFLOW_CHUNK_ROWS 64 /* rows that one block of expert_index and expert_prepare handles */
+
+struct moeflow_tile { /* at most tile_tokens consecutive positions of one local expert */
+  int32_t expert;
+  int32_t begin;
+  int32_t end;
+  int32_t reserved;
+};
+
+/* Most tiles for `entries` entries: each expert may leave one tile partly filled. */
+MOEFLOW_FN int64_t moeflow_tiles_max(int64_t entries, int64_t local_experts, int tile_tokens) {
+  return (entries < local_experts ? entries : local_experts) + entries / tile_tokens;
+}
+
+/* Dynamic shared memory of a grouped GEMM block: a ring of `stages` tiles, each `matrices` weight tiles (gate_up 2: gate and
+ * up; down 1) of tile_rows and one row tile of tile_tokens, tile_depth bf16 wide. */
+MOEFLOW_FN int64_t moeflow_gemm_shared_bytes(int matrices, int tile_tokens, int tile_rows, int tile_depth, int stages) {
+  return (int64_t)stages * (matrices * (int64_t)tile_rows + tile_tokens) * tile_depth * 2;
+}
+
+/* Rows that came in: row (s, t) is at base + s * block_bytes + t * row bytes. */
+struct moeflow_rows_in {
+  const uint8_t *base;
+  int64_t block_bytes;
+  int32_t rows;  /* rows per source that this step may carry (the bucket of tokens_max) */
+  int32_t ranks;
+  int32_t rank;  /* mine */
+  int32_t tokens_max;
+};
+
+/* Rows that go out: row t for rank p is at targets[p] + p * block_bytes + t * row bytes. Two-sided transports point all
+ * targets at one send buffer; one-sided ones at the peers' buffers, with block_bytes = 0. */
+struct moeflow_rows_out {
+  uint8_t *const *targets; /* [ranks], device memory */
+  int64_t block_bytes;
+};
+
+/* One matrix per local expert: expert e's row j is at (experts ? experts[e] : base + e * expert_stride) + j * row_stride. */
+struct moeflow_matrix {
+  const uint8_t *base;
+  const uint8_t *const *experts;
+  int64_t expert_stride;
+  int64_t row_stride;
+};
+
+/* ---- Parameter structs, one per kernel, in the order of a step ---- */
+
+struct moeflow_router_params {
+  struct moeflow_lane *lane;
+  const void *logits;    /* [tokens, E] */
+  const float *bias;     /* [E] or NULL */
+  int32_t *ids;          /* out [tokens, K], -1 = fewer than K selectable */
+  float *weights;        /* out [tokens, K] */
+  int32_t tokens;
+  int32_t logits_bf16;   /* else FP32 */
+};
+
+struct moeflow_pack_params {
+  struct moeflow_lane *lane;
+  struct moeflow_record *record;
+  const uint8_t *hidden;     /* [tokens, H] bf16 */
+  const void *ids;           /* [tokens, K] int32 or int64, expert numbers */
+  const float *weights;      /* [tokens, K] */
+  const int32_t *places;     /* [E, replicas] */
+  int32_t *token_places;     /* out [tokens, K]: the row's ids, kept for combine */
+  float *token_weights;      /* out [tokens, K] */
+  struct moeflow_rows_out out;
+  int32_t tokens;
+  int32_t tokens_max;
+  int32_t rank;
+  int32_t ranks;
+  int32_t replicas;
+  int32_t ids_int64;
+  uint32_t flags;            /* MOEFLOW_ROW_FAILED or 0 */
+  int32_t reserved;
+};
+
+struct moeflow_exchange_params { /* local transport: raise my flag at every peer, await theirs */
+  struct moeflow_lane *lane;
+  struct moeflow_record *record;
+  uint32_t *const *peer_flags;    /* [ranks]: each peer's flag block, uint32 [3][ranks] */
+  uint32_t *flags;                /* mine: [0] dispatch, [1] return: epoch by source; [2]: poison by source */
+  const volatile uint32_t *abort; /* host memory; non-zero ends the wait */
+  uint64_t timeout_ns;
+  int32_t phase;                  /* MOEFLOW_PHASE_DISPATCH or _RETURN */
+  int32_t rank;
+  int32_t ranks;
+  int32_t reserved;
+};
+
+struct moeflow_expert_index_params { /* headers checked; entries counted per chunk of rows and local expert */
+  struct moeflow_lane *lane;
+  struct moeflow_record *record;
+  struct moeflow_rows_in in;
+  int32_t *chunk_counts; /* out [chunks, local_experts] */
+  int32_t local_experts;
+  int32_t reserved;
+};
+
+struct moeflow_expert_prepare_params { /* counts -> offsets; entries placed expert-major; tiles listed */
+  struct moeflow_lane *lane;
+  struct moeflow_rows_in in;
+  const int32_t *chunk_counts;
+  int32_t *expert_offsets;    /* out [local_experts + 1] */
+  int32_t *entries;           /* out [positions]: entry number at each position */
+  int32_t *positions;         /* out [ranks * rows * K]: position of each entry, -1 = not mine */
+  struct moeflow_tile *tiles; /* out */
+  int32_t *tile_count;        /* out [1] */
+  int64_t *expert_load;       /* in/out [local_experts] or NULL */
+  int32_t local_experts;
+  int32_t tile_tokens;
+};
+
+struct moeflow_gate_up_params {
+  struct moeflow_lane *lane;
+  struct moeflow_rows_in in;
+  const int32_t *entries;
+  const struct moeflow_tile *tiles;
+  const int32_t *tile_count;
+  struct moeflow_matrix weights; /* [2I, H] */
+  int32_t gate_row;              /* gate row i is row gate_row + i * row_step; up row i is up_row + i * row_step */
+  int32_t up_row;
+  int32_t row_step;
+  int32_t reserved;
+  uint16_t *activations;         /* out [positions, I] bf16 */
+};
+
+struct moeflow_down_params {
+  struct moeflow_lane *lane;
+  const uint16_t *activations;
+  const struct moeflow_tile *tiles;
+  const int32_t *tile_count;
+  struct moeflow_matrix weights; /* [H, I] */
+  float *outputs;                /* out [positions, H] FP32 */
+};
+
+struct moeflow_identity_params { /* self-test in place of gate_up and down: outputs = the entry's hidden row */
+  struct moeflow_lane *lane;
+  struct moeflow_rows_in in;
+  const int32_t *entries;
+  const int32_t *expert_offsets;
+  float *outputs;
+  int32_t local_experts;
+  int32_t reserved;
+};
+
+struct moeflow_owner_reduce_params {
+  struct moeflow_lane *lane;
+  struct moeflow_rows_in in;
+  const int32_t *positions;
+  const float *outputs;
+  struct moeflow_rows_out out; /* return rows; `reduce: choices`: row t * K + k */
+};
+
+struct moeflow_combine_params {
+  struct moeflow_lane *lane;
+  struct moeflow_record *record;
+  const int32_t *token_places;
+  const float *token_weights;
+  const uint8_t *returned; /* return row t of owner p at returned + p * block_bytes + t * return row bytes */
+  int64_t block_bytes;
+  uint8_t *out;            /* [tokens, H] bf16 */
+  int32_t tokens;
+  int32_t rank;
+  int32_t ranks;
+  int32_t reserved;
+};
+
+struct moeflow_fill_params { /* counter-based test values; runtime/random.h has the rule */
+  uint16_t *out; /* [experts][rows][columns] bf16 */
+  uint64_t seed;
+  int64_t rows;
+  int64_t columns;
+  int32_t first_expert;
+  int32_t experts;
+  int32_t matrix;
+  int32_t shift; /* exponent shift: standard deviation about 2^-shift */
+};
+
+#ifdef __cplusplus
+#define MOEFLOW_STATIC_ASSERT static_assert
+#else
+#define MOEFLOW_STATIC_ASSERT _Static_assert
+#endif
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_row_header) == 16, "row header");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_lane) == 128, "lane");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_record) == 128, "record");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_tile) == 16, "tile");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_router_params) == 48, "router");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_pack_params) == 112, "pack");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_exchange_params) == 64, "exchange");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_expert_index_params) == 64, "expert_index");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_expert_prepare_params) == 104, "expert_prepare");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_gate_up_params) == 120, "gate_up");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_down_params) == 72, "down");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_identity_params) == 72, "identity");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_owner_reduce_params) == 72, "owner_reduce");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_combine_params) == 72, "combine");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_fill_params) == 48, "fill");
+#endif

@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "cache.h"
 #include "moeflow.h"
 
 #define ENTRY_MAGIC "MOEFLOW\n"
@@ -53,15 +54,12 @@ struct entry { /* one allocation of the whole file; free with entry_free */
 moeflow_status entry_read(int cache_fd, const char *cache_path, const char *hash, struct entry *entry, int *missing);
 void entry_free(struct entry *entry);
 
-/* Fills the header's sizes, hashes and crc, and returns the file's bytes (malloc) and size. */
+/* The verifying part of entry_read, over bytes from anywhere (malloc memory, taken over in every case). `where` names the
+ * source in messages; with `hash` NULL the name is not compared. */
+moeflow_status entry_parse(uint8_t *bytes, size_t size, const char *where, const char *hash, struct entry *entry);
+
+/* Fills the header's magic, version, sizes, hashes and crc, takes arch, symbol and the numbers from `facts`, and returns the
+ * file's bytes (malloc) and size. */
 moeflow_status entry_build(const struct entry_header *facts, const char *key, size_t key_bytes, const void *cubin,
                            size_t cubin_bytes, uint8_t **bytes, size_t *size);
-
-/* The default or given cache directory as an absolute path: `explicit_path` (may be relative), else MOEFLOW_CACHE_DIR, else
- * $XDG_CACHE_HOME/moeflow, else ~/.cache/moeflow; relative values of the variables are errors. */
-moeflow_status cache_path(const char *explicit_path, char *path, size_t path_size);
-
-/* Opens the directory for reading after the trust rules: no link at any component, ours or root's, not group- or
- * world-writable; parents world-writable only if sticky. Returns the descriptor in *fd; -1 and MOEFLOW_ERROR_CACHE else. */
-moeflow_status cache_open(const char *path, int *fd);
 #endif

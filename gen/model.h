@@ -1,0 +1,59 @@
+/* A model YAML: read strictly, through one table of fields that also prints `moeflow-gen help model`. */
+#ifndef MOEFLOW_MODEL_H
+#define MOEFLOW_MODEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "arch.h"
+#include "spec.h"
+
+#define MODEL_BYTES_MAX 65536
+#define MODEL_DEPTH_MAX 8
+#define MODEL_EVENTS_MAX 4096
+#define MODEL_CAPACITY_MAX (1 << 20)
+
+struct model_deploy { /* not part of the spec: all ranks and all EP sizes share the cubins */
+  int32_t ep;         /* ranks */
+  int32_t capacity;   /* C, tokens a rank */
+  int32_t arch_count; /* 1 .. ARCH_MAX */
+  const struct arch *arch[ARCH_MAX];
+};
+
+struct model {
+  struct spec spec;        /* spec.hidden is the width of a dispatched row: dispatch_hidden, else hidden */
+  int32_t hidden;          /* the model's own width */
+  int32_t weight_block[2]; /* FP8: weight rows and columns per scale; 0 for bf16 */
+  struct model_deploy deploy;
+};
+
+/* From the command line; NULL and 0 leave what the file says. */
+struct model_overrides {
+  const char *dtype; /* bf16 | fp8_w8a8 | fp8_w8a16 */
+  const char *arch;  /* sm_90a,sm_100a */
+  int64_t ep;
+  int64_t capacity;
+  int64_t experts; /* a scaled-down E for runs and tests */
+};
+
+/* Reads and checks a file. MOEFLOW_ERROR_FORMAT with one line `file:line:column: what, why`; MOEFLOW_ERROR_CACHE (exit 6)
+ * when the file cannot be read at all. */
+moeflow_status model_read(const char *path, struct model *model);
+
+/* The same from memory (tests, fuzzing); `where` stands for the file name in messages. */
+moeflow_status model_parse(const char *text, size_t length, const char *where, struct model *model);
+
+/* Applies overrides and checks the result: MOEFLOW_ERROR_ARGUMENT. */
+moeflow_status model_override(struct model *model, const struct model_overrides *overrides);
+
+/* Read, overridden and checked: what every command starts with. */
+moeflow_status model_load(const char *path, const struct model_overrides *overrides, struct model *model);
+
+/* MOEFLOW_ERROR_UNSUPPORTED for a model that can be read and explained but not built by this version (FP8), with what to
+ * add. */
+moeflow_status model_buildable(const struct model *model);
+
+/* The field table as text: key, type, range, default, meaning. */
+void model_print_fields(FILE *file);
+#endif

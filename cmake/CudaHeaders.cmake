@@ -1,19 +1,23 @@
 # Finds cuda.h, nvrtc.h and nccl.h in a toolkit if there is one, else in NVIDIA's pip wheels (.venv, then python3's own).
 # Sets MOEFLOW_CUDA_INCLUDES; the folders of libnvrtc and libnccl become dlopen's last resort (MOEFLOW_NVRTC_DIR, _NCCL_DIR).
-set(_roots $ENV{CUDA_HOME} $ENV{CUDA_PATH} /usr/local/cuda)
-file(GLOB _wheels ${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/nvidia)
-find_program(_python python3)
-if(_python)
-  execute_process(COMMAND ${_python} -c "import nvidia; print(list(nvidia.__path__)[0])"
-                  OUTPUT_VARIABLE _nvidia OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+# With MOEFLOW_NO_SYSTEM_CUDA=1 in the environment only the wheels in .venv count.
+file(GLOB _roots ${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/nvidia)
+set(_only NO_DEFAULT_PATH)
+if(NOT "$ENV{MOEFLOW_NO_SYSTEM_CUDA}" STREQUAL "1")
+  set(_only "")
+  find_program(_python python3)
+  if(_python)
+    execute_process(COMMAND ${_python} -c "import nvidia; print(list(nvidia.__path__)[0])"
+                    OUTPUT_VARIABLE _nvidia OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  endif()
+  set(_roots $ENV{CUDA_HOME} $ENV{CUDA_PATH} /usr/local/cuda ${_roots} ${_nvidia})
 endif()
-set(_roots ${_roots} ${_wheels} ${_nvidia})
 set(_suffixes include cu13/include cuda_runtime/include)
 
-find_path(MOEFLOW_CUDA_H cuda.h PATHS ${_roots} PATH_SUFFIXES ${_suffixes})
-find_path(MOEFLOW_NVRTC_H nvrtc.h PATHS ${_roots} PATH_SUFFIXES include cu13/include cuda_nvrtc/include)
-find_path(MOEFLOW_NCCL_H nccl.h PATHS ${_roots} PATH_SUFFIXES include nccl/include)
-find_path(MOEFLOW_CCCL_H nv/target PATHS ${_roots} PATH_SUFFIXES include/cccl include cu13/include/cccl cu13/include)
+find_path(MOEFLOW_CUDA_H cuda.h PATHS ${_roots} PATH_SUFFIXES ${_suffixes} ${_only})
+find_path(MOEFLOW_NVRTC_H nvrtc.h PATHS ${_roots} PATH_SUFFIXES include cu13/include cuda_nvrtc/include ${_only})
+find_path(MOEFLOW_NCCL_H nccl.h PATHS ${_roots} PATH_SUFFIXES include nccl/include ${_only})
+find_path(MOEFLOW_CCCL_H nv/target PATHS ${_roots} PATH_SUFFIXES include/cccl include cu13/include/cccl cu13/include ${_only})
 foreach(_need MOEFLOW_CUDA_H MOEFLOW_NVRTC_H MOEFLOW_NCCL_H)
   if(NOT ${_need})
     message(FATAL_ERROR "${_need} not found. Install a CUDA toolkit with NCCL (set CUDA_HOME), or run scripts/quickstart.sh, "
@@ -26,8 +30,8 @@ if(MOEFLOW_CCCL_H)
 endif()
 list(REMOVE_DUPLICATES MOEFLOW_CUDA_INCLUDES)
 
-find_file(_nvrtc NAMES libnvrtc.so.13 libnvrtc.so.12 PATHS ${_roots} PATH_SUFFIXES lib64 lib cu13/lib cuda_nvrtc/lib)
-find_file(_nccl NAMES libnccl.so.2 PATHS ${_roots} PATH_SUFFIXES lib64 lib nccl/lib)
+find_file(_nvrtc NAMES libnvrtc.so.13 libnvrtc.so.12 PATHS ${_roots} PATH_SUFFIXES lib64 lib cu13/lib cuda_nvrtc/lib ${_only})
+find_file(_nccl NAMES libnccl.so.2 PATHS ${_roots} PATH_SUFFIXES lib64 lib nccl/lib ${_only})
 foreach(_pair "NVRTC;${_nvrtc}" "NCCL;${_nccl}")
   list(GET _pair 0 _name)
   list(GET _pair 1 _file)

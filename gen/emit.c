@@ -1,0 +1,152 @@
+#include "emit.h"
+
+#include <stdarg.h>
+#include <string.h>
+
+#include "number.h"
+#include "status.h"
+
+#define K(kernel) (1u << KERNEL_##kernel)
+#define COMBINES (K(COMBINE) | K(COMBINE_RING))
+
+#define FIELD(field)                                     \
+  static double value_##field(const struct spec *spec) { \
+    return spec->field;                                  \
+  }
+FIELD(hidden)
+FIELD(intermediate)
+FIELD(experts)
+FIELD(top_k)
+FIELD(score)
+FIELD(correction_bias)
+FIELD(groups)
+FIELD(top_groups)
+FIELD(group_score)
+FIELD(renormalize)
+FIELD(activation)
+
+static double value_activation_limit(const struct spec *spec) {
+  return spec->activation == SPEC_SWIGLU_CLAMP ? spec->activation_limit : 0;
+}
+
+static double value_return_fp32(const struct spec *spec) {
+  return spec->returned == SPEC_WIRE_FP32;
+}
+
+static double value_reduce_choices(const struct spec *spec) {
+  return spec->reduce == SPEC_REDUCE_CHOICES;
+}
+
+/* The scale is applied once: to the router's weights, or to the combined output. */
+static double value_scale(const struct spec *spec) {
+  return spec->scale_on == SPEC_SCALE_WEIGHTS ? spec->scale : 1;
+}
+
+static double value_output_scale(const struct spec *spec) {
+  return spec->scale_on == SPEC_SCALE_OUTPUT ? spec->scale : 1;
+}
+
+/* The one table of model constants: which kernels' `struct Model` have them, in this order. */
+static const struct constant {
+  const char *name;
+  const char *type;
+  double (*value)(const struct spec *spec);
+  unsigned kernels;
+} constants[] = {
+    {"hidden", "int", value_hidden,
+     K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(DOWN) | K(IDENTITY) | K(OWNER_REDUCE) | COMBINES},
+    {"intermediate", "int", value_intermediate, K(GATE_UP) | K(DOWN)},
+    {"experts", "int", value_experts, K(ROUTER)},
+    {"top_k", "int", value_top_k,
+     K(ROUTER) | K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(IDENTITY) | K(OWNER_REDUCE) | COMBINES},
+    {"score", "int", value_score, K(ROUTER)},
+    {"correction_bias", "int", value_correction_bias, K(ROUTER)},
+    {"groups", "int", value_groups, K(ROUTER)},
+    {"top_groups", "int", value_top_groups, K(ROUTER)},
+    {"group_score", "int", value_group_score, K(ROUTER)},
+    {"renormalize", "int", value_renormalize, K(ROUTER)},
+    {"scale", "float", value_scale, K(ROUTER)},
+    {"activation", "int", value_activation, K(GATE_UP)},
+    {"activation_limit", "float", value_activation_limit, K(GATE_UP)},
+    {"return_fp32", "int", value_return_fp32, K(OWNER_REDUCE) | COMBINES},
+    {"reduce_choices", "int", value_reduce_choices, K(OWNER_REDUCE) | COMBINES},
+    {"output_scale", "float", value_output_scale, COMBINES},
+};
+
+struct writer {
+  char *text;
+  size_t length;
+  int full;
+};
+
+__attribute__((format(printf, 2, 3))) static void put(struct writer *writer, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  size_t room = EMIT_TEXT_MAX - writer->length;
+  int n = vsnprintf(writer->text + writer->length, room, format, arguments);
+  va_end(arguments);
+  if (n < 0 || (size_t)n >= room) {
+    writer->full = 1;
+  } else {
+    writer->length += (size_t)n;
+  }
+}
+
+static void put_constant(struct writer *writer, const struct constant *constant, const struct spec *spec) {
+  double value = constant->value(spec);
+  if (strcmp(constant->type, "int") == 0) {
+    put(writer, "  static constexpr int %s = %d;\n", constant->name, (int)value);
+    return;
+  }
+  char number[NUMBER_TEXT_MAX];
+  number_write((float)value, number); /* 9 digits name a float exactly */
+  put(writer, "  static constexpr float %s = %s%sf;\n", constant->name, number, strpbrk(number, ".e") ? "" : ".0");
+}
+
+static void put_variant(struct writer *writer, const struct plan_variant *variant, const struct variant_depth *depth) {
+  put(writer, "struct Variant {\n  static constexpr int threads = %d;\n", variant->threads);
+  if (variant->tile_tokens) {
+    put(writer, "  static constexpr int tile_tokens = %d;\n", variant->tile_tokens);
+    put(writer, "  static constexpr int tile_rows = %d;\n", variant->tile_rows);
+    put(writer, "  static constexpr int tile_depth = %d;\n", depth->tile_depth);
+    put(writer, "  static constexpr int stages = %d;\n", depth->stages);
+  }
+  put(writer, "};\n");
+}
+
+moeflow_status emit_unit(const struct plan_draft *draft, int index, char text[EMIT_TEXT_MAX]) {
+  const struct plan_variant *variant = &draft->plan.variants[index];
+  const char *name = kernel_names[variant->kernel];
+  const char *params = variant->kernel == KERNEL_COMBINE_RING ? "combine" : name; /* both combines take the same struct */
+  struct writer writer = {text, 0, 0};
+  put(&writer, "// moeflow_%s: one variant, made by moeflow-gen. The numbers are the model's and the variant's.\n", name);
+  put(&writer, "#include \"%s.cuh\"\n\nstruct Model {\n", name);
+  for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
+    if (constants[i].kernels & 1u << variant->kernel) put_constant(&writer, &constants[i], &draft->plan.spec);
+  }
+  put(&writer, "};\n");
+  put_variant(&writer, variant, &draft->depth[index]);
+  put(&writer,
+      "\nextern \"C\" __global__ void __launch_bounds__(%d)\n"
+      "moeflow_%s(const __grid_constant__ moeflow_%s_params params) {\n"
+      "  moeflow::%s<Model, Variant>(params);\n"
+      "}\n",
+      variant->threads, name, params, name);
+  if (writer.full) return status_set(MOEFLOW_ERROR_INTERNAL, "the unit of %s is longer than %d bytes", name, EMIT_TEXT_MAX);
+  return MOEFLOW_OK;
+}
+
+void emit_file_name(const struct plan_draft *draft, int index, char name[EMIT_NAME_MAX]) {
+  const struct plan_variant *variant = &draft->plan.variants[index];
+  const struct variant_depth *depth = &draft->depth[index];
+  if (variant->tile_tokens) {
+    snprintf(name, EMIT_NAME_MAX, "%s_tokens%d_rows%d_depth%d_stages%d.cu", kernel_names[variant->kernel],
+             variant->tile_tokens, variant->tile_rows, depth->tile_depth, depth->stages);
+  } else {
+    snprintf(name, EMIT_NAME_MAX, "%s.cu", kernel_names[variant->kernel]);
+  }
+}
+
+void emit_symbol(int32_t kernel, char symbol[40]) {
+  snprintf(symbol, 40, "moeflow_%s", kernel_names[kernel]);
+}

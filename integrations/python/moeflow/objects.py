@@ -1,0 +1,201 @@
+"""Context, group and layer: the handles of moeflow.h as objects that close in the right order."""
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+
+from . import library
+from .arrays import address, dtype_of, is_torch
+from .library import check, load
+
+
+class Handle:
+    """Owns one opaque handle. close() gives it back and may raise; a forgotten one is given back when collected."""
+
+    _release = ""  # name of the C function
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+
+    def close(self) -> None:
+        if self._handle:
+            check(getattr(load(), self._release)(self._handle))
+            self._handle = ctypes.c_void_p()
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        if not self._handle:
+            raise ValueError(f"this {type(self).__name__} is closed")
+        return self._handle
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) and not sys.is_finalizing():  # at exit the driver may be gone before us
+            getattr(load(), self._release)(self._handle)
+
+
+class Context(Handle):
+    """One plan on one device; see `open`. spec is the model's canonical description as a dict of strings."""
+
+    _release = "moeflow_close"
+
+    def __init__(self, config: library.OpenConfig, log: Callable[[str, str], None] | None) -> None:
+        super().__init__()
+        if log:
+            self._log = library.LogFunction(lambda _, level, text: log(library.LOG_LEVELS[level], text.decode(errors="replace")))
+            config.log = self._log
+        check(load().moeflow_open(ctypes.byref(config), ctypes.byref(self._handle)))
+        self.on_gpu, self.device = config.backend == library.BACKENDS["cuda"], config.device
+        self.spec_text = load().moeflow_context_spec(self._handle).decode()
+        self.spec = dict(line.split(" ", 1) for line in self.spec_text.splitlines())
+        self.hidden, self.intermediate, self.experts, self.top_k = (
+            int(self.spec[key]) for key in ("hidden", "intermediate", "experts", "top_k"))
+
+
+def open(model: str | None = None, *, dtype: str = "bf16", backend: str = "cuda", device: int = 0, cache: str | None = None,
+         plan: str | None = None, spec: str | None = None, log: Callable[[str, str], None] | None = None) -> Context:
+    """Opens a model's plan on a device. Nothing is compiled: a missing cubin is an Error that names the command to run.
+
+    backend "cpu" needs no cache when `spec` holds the canonical text (`moeflow-gen explain --format spec`, or
+    `moeflow.spec_text`). log(level, message) is called on the thread that logs.
+    """
+    def text(value: str | None) -> bytes | None:
+        return None if value is None else value.encode()
+
+    config = library.OpenConfig(backend=library.BACKENDS[backend], device=device, model=text(model), dtype=text(dtype),
+                                cache=text(cache), plan=text(plan), spec=text(spec))
+    return Context(config, log)
+
+
+def unique_id(transport: str = "auto") -> bytes:
+    """A fresh group id, made on one rank and carried to the others by the caller."""
+    made = ctypes.create_string_buffer(library.UNIQUE_ID_BYTES)
+    check(load().moeflow_get_unique_id(library.TRANSPORTS[transport], made))
+    return made.raw
+
+
+def unique_id_from_torch(transport: str = "nccl", group: object = None) -> bytes:
+    """The same fresh id on all ranks of a torch.distributed group. Collective over it."""
+    import torch.distributed as dist
+
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    carried = [unique_id(transport) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(carried, src=first, group=group)
+    return carried[0]
+
+
+class Group(Handle):
+    """Ranks that exchange rows. Collective: every rank creates it, in its own process or (local) its own thread.
+
+    capacity is the most tokens that a rank may bring to one step. nccl_comm adopts an ncclComm_t (an int) instead of
+    unique_id. A single context, or one for each model shape that layers of this group have.
+    """
+
+    _release = "moeflow_group_destroy"
+
+    def __init__(self, contexts: Context | Sequence[Context], rank: int = 0, ranks: int = 1, *, capacity: int = 128, lanes: int = 1,
+                 transport: str = "auto", unique_id: bytes | None = None, nccl_comm: int | None = None, timeout_ms: int = 0,
+                 local_experts_max: int = 0) -> None:
+        super().__init__()
+        self.contexts = [contexts] if isinstance(contexts, Context) else list(contexts)
+        self.rank, self.ranks, self.capacity, self.lanes = rank, ranks, capacity, lanes
+        if unique_id is not None and len(unique_id) != library.UNIQUE_ID_BYTES:
+            raise ValueError(f"unique_id has {len(unique_id)} bytes, not {library.UNIQUE_ID_BYTES}")
+        carried = None if unique_id is None else ctypes.create_string_buffer(unique_id, library.UNIQUE_ID_BYTES)
+        config = library.GroupConfig(rank=rank, ranks=ranks, capacity=capacity, lanes=lanes,
+                                     transport=library.TRANSPORTS[transport],
+                                     unique_id=ctypes.addressof(carried) if carried else None, nccl_comm=nccl_comm,
+                                     timeout_ms=timeout_ms, local_experts_max=local_experts_max)
+        handles = (ctypes.c_void_p * len(self.contexts))(*(context.handle for context in self.contexts))
+        check(load().moeflow_group_create(handles, len(handles), ctypes.byref(config), ctypes.byref(self._handle)))
+
+    def poll(self, timeout_ms: int = 0) -> None:
+        """Waits for the steps enqueued so far; raises Error when they do not finish, or a peer failed. Any thread."""
+        check(load().moeflow_poll(self.handle, timeout_ms))
+
+    def abort(self) -> None:
+        """Gives the group up, from any thread."""
+        check(load().moeflow_abort(self.handle))
+
+
+class Layer(Handle):
+    """One MoE layer of a group. places[e][j] is (owner rank << 16 | local slot) of replica j of expert e, or -1."""
+
+    _release = "moeflow_layer_destroy"
+
+    def __init__(self, group: Group, context: Context | None = None, *, combine: str = "plan",
+                 places: Sequence[Sequence[int]] | None = None) -> None:
+        super().__init__()
+        self.group, self.context, self._bound = group, context or group.contexts[0], ()
+        config = library.LayerConfig(combine=library.COMBINES[combine], replicas=1)
+        if places is not None:
+            replicas = len(places[0]) if places else 0
+            if len(places) != self.context.experts or any(len(row) != replicas for row in places):
+                raise ValueError(f"places needs {self.context.experts} rows of one length")
+            flat = [place for row in places for place in row]
+            config.places, config.replicas = (ctypes.c_int32 * len(flat))(*flat), replicas
+        check(load().moeflow_layer_create(group.handle, self.context.handle, ctypes.byref(config), ctypes.byref(self._handle)))
+        self.local_experts = load().moeflow_layer_local_experts(self._handle)
+
+    def bind(self, gate_up: object, down: object, *, order: str = "gate_up", correction_bias: object = None,
+             expert_load: object = None) -> None:
+        """Borrows gate_up [local experts, 2I, H] and down [local experts, H, I], bf16, contiguous; kept alive by the layer.
+
+        correction_bias is [E] float32, expert_load [local experts] int64 that each step adds to.
+        """
+        c, n = self.context, self.local_experts
+        place = {"on_gpu": c.on_gpu, "device": c.device}
+        config = library.Weights(
+            gate_up=address(gate_up, "gate_up", (n, 2 * c.intermediate, c.hidden), ("bfloat16",), **place),
+            down=address(down, "down", (n, c.hidden, c.intermediate), ("bfloat16",), **place), order=library.ORDERS[order])
+        if correction_bias is not None:
+            config.correction_bias = address(correction_bias, "correction_bias", (c.experts,), ("float32",), **place)
+        if expert_load is not None:
+            config.expert_load = address(expert_load, "expert_load", (n,), ("int64",), writable=True, **place)
+        check(load().moeflow_layer_bind(self.handle, ctypes.byref(config)))
+        self._bound = (gate_up, down, correction_bias, expert_load)
+
+    def arguments(self, hidden: object, out: object, *, ids: object = None, weights: object = None, logits: object = None,
+                  tokens_max: int = 0, lane: int = 0, identity: bool = False) -> library.ForwardArgs:
+        """What `forward` passes, checked; the stream is still to be set."""
+        c, tokens = self.context, int(hidden.shape[0])
+        place = {"on_gpu": c.on_gpu, "device": c.device}
+        if (logits is None) == (ids is None) or (ids is None) != (weights is None):
+            raise ValueError("give ids and weights, or logits")
+        args = library.ForwardArgs(
+            tokens=tokens, tokens_max=tokens_max, lane=lane, flags=library.FORWARD_IDENTITY if identity else 0,
+            hidden=address(hidden, "hidden", (tokens, c.hidden), ("bfloat16",), **place),
+            out=address(out, "out", (tokens, c.hidden), ("bfloat16",), writable=True, **place))
+        if logits is not None:
+            args.logits = address(logits, "logits", (tokens, c.experts), ("float32", "bfloat16"), **place)
+            args.logits_dtype = library.DTYPES[dtype_of(logits)]
+        else:
+            args.ids = address(ids, "ids", (tokens, c.top_k), ("int32", "int64"), **place)
+            args.ids_dtype = library.DTYPES[dtype_of(ids)]
+            args.weights = address(weights, "weights", (tokens, c.top_k), ("float32",), **place)
+        return args
+
+    def forward(self, hidden: object, out: object, *, stream: int | None = None, **arguments: object) -> None:
+        """One step: hidden [tokens, H] to out [tokens, H], bf16, with ids and weights [tokens, K], or logits [tokens, E].
+
+        Every rank of the group calls it, with the same tokens_max (0 means the capacity). On a GPU it only enqueues, on
+        torch's current stream unless `stream` (a cudaStream_t as an int) says otherwise; the tensors must live until
+        the step is done. On the CPU it runs the step.
+        """
+        args = self.arguments(hidden, out, **arguments)
+        if stream is None and self.context.on_gpu and is_torch(hidden):
+            stream = sys.modules["torch"].cuda.current_stream(self.context.device).cuda_stream
+        args.stream = stream
+        check(load().moeflow_forward(self.handle, ctypes.byref(args)))
+
+
+def prepare(layers: Sequence[Layer], tokens_max: int = 0) -> None:
+    """Collective: compares the ranks' layers and loads all that forward needs for up to tokens_max tokens (0: capacity)."""
+    handles = (ctypes.c_void_p * len(layers))(*(layer.handle for layer in layers))
+    check(load().moeflow_prepare(handles, len(handles), tokens_max))

@@ -23,6 +23,8 @@ def dtype_of(array: object) -> str:
 def address(array: object, what: str, shape: tuple[int, ...], dtypes: tuple[str, ...], on_gpu: bool,
             device: int = 0, writable: bool = False) -> int:
     """The array's address, after checking all that the C interface would have to trust. Raises ValueError."""
+    if not is_torch(array) and not hasattr(array, "__array_interface__"):
+        raise ValueError(f"{what} is a {type(array).__name__}, not a torch tensor or a numpy array")
     if tuple(array.shape) != shape:
         raise ValueError(f"{what} has shape {tuple(array.shape)}, not {shape}")
     if dtype_of(array) not in dtypes:
@@ -32,14 +34,12 @@ def address(array: object, what: str, shape: tuple[int, ...], dtypes: tuple[str,
         if (where.type == "cuda") != on_gpu or (on_gpu and where.index != device):
             raise ValueError(f"{what} is on {where}, but the context is on {f'cuda:{device}' if on_gpu else 'the CPU'}")
         contiguous, start = array.is_contiguous(), array.data_ptr()
-    elif hasattr(array, "__array_interface__"):
+    else:
         if on_gpu:
             raise ValueError(f"{what} is a numpy array, but the context is on cuda:{device}")
         if writable and not array.flags.writeable:
             raise ValueError(f"{what} is read-only")
         contiguous, start = bool(array.flags.c_contiguous), array.__array_interface__["data"][0]
-    else:
-        raise ValueError(f"{what} is a {type(array).__name__}, not a torch tensor or a numpy array")
     if not contiguous:
         raise ValueError(f"{what} is not contiguous")
     return start

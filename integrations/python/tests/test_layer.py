@@ -211,7 +211,7 @@ class LayerTest(unittest.TestCase):
             good = {"hidden": i.hidden, "out": i.out, "ids": i.ids, "weights": i.weights}
             bad = {"hidden": i.hidden[:, ::2], "out": i.out[:3], "ids": i.ids.astype(np.int16), "weights": i.weights.tolist()}
             for name, array in bad.items():
-                with self.subTest(name), self.assertRaises((ValueError, AttributeError)):
+                with self.subTest(name), self.assertRaises(ValueError):
                     layer.forward(**{**good, name: array})
             with self.assertRaises(ValueError):
                 layer.forward(i.hidden, i.out, ids=i.ids)

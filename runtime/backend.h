@@ -29,6 +29,13 @@ struct backend {
   moeflow_status (*download)(struct moeflow_context *context, void *to, const void *from, size_t bytes); /* blocking */
   moeflow_status (*prepare)(struct moeflow_context *context); /* load every kernel now */
   moeflow_status (*launch)(struct moeflow_context *context, const struct launch *launch);
+  /* The rest may be NULL. */
+  moeflow_status (*architectures)(struct moeflow_context *context, char names[][PLAN_ARCH_MAX], int names_max,
+                                  int *count);        /* before open: what the device can run, best first; NULL: any plan */
+  moeflow_status (*enter)(struct moeflow_context *context);             /* around every group of calls, on one thread */
+  void (*leave)(struct moeflow_context *context);
+  moeflow_status (*zero)(struct moeflow_context *context, void *memory, size_t bytes); /* NULL: memory is the host's */
+  int (*capturing)(struct moeflow_context *context, void *stream);      /* the stream is being captured into a graph */
 };
 extern const struct backend backend_cuda;
 extern const struct backend backend_cpu;

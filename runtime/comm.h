@@ -28,6 +28,11 @@ struct comm_ops {
   /* An asynchronous failure of the transport, MOEFLOW_OK when there is none. Any thread. */
   moeflow_status (*health)(struct comm *comm);
   void (*abort)(struct comm *comm); /* any thread */
+  /* The rest may be NULL. Collective, bounded, from the first moeflow_prepare and before any step: exchanges `rows` rows each
+   * way once, so that the transport connects now. */
+  moeflow_status (*connect)(struct comm *comm, struct group_lane *lane, int rows);
+  /* Takes over a lane's memory that peers may still write when this rank has left; the last rank to leave releases it. */
+  void (*keep)(struct comm *comm, void *memory, size_t bytes);
 };
 extern const struct comm_ops comm_nccl;
 extern const struct comm_ops comm_local;

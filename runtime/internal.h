@@ -3,12 +3,13 @@
 #ifndef MOEFLOW_INTERNAL_H
 #define MOEFLOW_INTERNAL_H
 
-#include <pthread.h>
 #include <stdatomic.h>
 
 #include "abi.h"
 #include "backend.h"
+#include "cache.h"
 #include "comm.h"
+#include "handle.h"
 #include "moeflow.h"
 #include "plan.h"
 #include "status.h"
@@ -16,9 +17,11 @@
 #define GROUP_LANES_MAX 2
 
 struct moeflow_context {
+  struct handle handle;
   const struct backend *backend;
   int device;
-  int64_t process;         /* getpid() at creation: use after fork is MOEFLOW_ERROR_STATE */
+  int cache_fd;            /* during moeflow_open, for the backend to read entries; -1 without a cache */
+  char cache_path[CACHE_PATH_MAX];
   struct plan plan;        /* CPU from spec text: only plan.spec is set */
   char spec_text[SPEC_TEXT_MAX];
   char spec_hash[65];
@@ -55,10 +58,21 @@ struct group_lane {
   int32_t *tile_count;
   uint16_t *activations;
   float *outputs;
-  void *arena;                          /* the one allocation behind all of the above except record and targets' owners */
+  void *arena;                          /* the one allocation behind all of the above except the record */
+  size_t arena_bytes;
+  atomic_uint eager;                    /* steps enqueued outside captures: moeflow_poll waits until so many have ended */
+  atomic_uint failed_told;              /* the last failed_step that moeflow_poll has reported */
+};
+
+/* Host memory that kernels write (records) and read (abort). */
+struct group_shared {
+  struct moeflow_record records[GROUP_LANES_MAX];
+  uint32_t abort;
+  uint32_t reserved[31];
 };
 
 struct moeflow_group {
+  struct handle handle;
   moeflow_context **contexts;
   int context_count;
   int rank, ranks, capacity, lane_count, timeout_ms, local_experts_max;
@@ -68,13 +82,16 @@ struct moeflow_group {
   int64_t row_bytes_max;                /* over the contexts */
   int64_t return_bytes_max;             /* per token: row bytes * rows per token */
   struct group_lane lanes[GROUP_LANES_MAX];
-  volatile uint32_t *abort;             /* host memory that kernels can read */
+  struct group_shared *shared;          /* host memory that kernels can read: abort word and records */
+  volatile uint32_t *abort;             /* in `shared` */
   volatile uint32_t *abort_device;
+  int connected;                        /* the transport's connect ran */
   atomic_int layers;
   atomic_int aborted;
 };
 
 struct moeflow_layer {
+  struct handle handle;
   struct moeflow_group *group;
   struct moeflow_context *context;
   moeflow_combine combine;
@@ -84,6 +101,7 @@ struct moeflow_layer {
   int local_experts;
   int bound;
   int prepared_tokens;                  /* 0 = not prepared */
+  char places_hash[65];
   struct moeflow_matrix gate_up, down;
   int32_t gate_row, up_row, row_step;
   moeflow_lend_fn lend;
@@ -94,6 +112,26 @@ struct moeflow_layer {
 
 /* R: rows per peer that a step with this tokens_max moves: the next power of two, at least 1 and at most the capacity. */
 int layer_rows(const struct moeflow_group *group, int tokens_max);
+
+/* Bytes that one token takes on its way out (a row) or home (K rows with `reduce: choices`). */
+int64_t layer_token_bytes(const struct moeflow_layer *layer, enum moeflow_phase phase);
+
+/* Bytes between the blocks of two ranks in a lane's buffers for this phase. Two-sided transports move R tokens a rank. The
+ * buffers of one-sided ones are divided for C tokens of the largest shape, whatever the layer, since peers store into them. */
+int64_t layer_block_bytes(const struct moeflow_layer *layer, enum moeflow_phase phase, int rows);
+int64_t group_block_bytes(const struct moeflow_group *group, enum moeflow_phase phase);
+
+/* What the ranks agree on before anybody goes on: each rank brings its own status (and its last message when that is a
+ * failure). Returns MOEFLOW_OK when all are; this rank's own failure; else MOEFLOW_ERROR_PEER with the peer's message. */
+moeflow_status group_agree(struct moeflow_group *group, moeflow_status mine);
+
+/* Memory from the group's allocator or the backend, zero-filled. */
+moeflow_status group_allocate(struct moeflow_group *group, size_t bytes, void **memory);
+void group_release(struct moeflow_group *group, void *memory, size_t bytes);
+
+/* Make the device current on this thread around backend and transport calls. */
+moeflow_status context_enter(struct moeflow_context *context);
+void context_leave(struct moeflow_context *context);
 
 /* Formats and sends one line to the context's log callback; free when there is none. */
 void context_log(const struct moeflow_context *context, moeflow_log_level level, const char *format, ...)

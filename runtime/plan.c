@@ -354,8 +354,8 @@ static moeflow_status check_end(const char *text, size_t length, const char *whe
     return status_set(MOEFLOW_ERROR_FORMAT, "%s: not a plan: %zu bytes (at most %d), or a NUL among them", where, length,
                       PLAN_TEXT_MAX);
   }
-  const char *end = text + length - END_LINE_BYTES;
-  if (length < END_LINE_BYTES + 1 || memcmp(end, "end ", 4) || end[-1] != '\n' || text[length - 1] != '\n') {
+  const char *end = text + (length > END_LINE_BYTES ? length - END_LINE_BYTES : 1);
+  if (length <= END_LINE_BYTES || memcmp(end, "end ", 4) || end[-1] != '\n' || text[length - 1] != '\n') {
     return status_set(MOEFLOW_ERROR_FORMAT, "%s: the plan has no `end HASH` line: it is cut short, or no plan", where);
   }
   uint8_t digest[32];

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Builds MoEFlow and runs every test that this machine can run; ends with `N passed, N failed, N skipped`.
+# Tests that need a GPU skip themselves by name where there is none.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+# shellcheck source=scripts/steps.sh
+. scripts/steps.sh
+
+cache=$logs/cache  # the user's own cache takes no part in tests
+mkdir -m 700 "$cache"
+export MOEFLOW_CACHE_DIR=$cache
+
+python=python3
+if ! python3 -c 'import numpy' 2>/dev/null && [ -x .venv/bin/python3 ]; then python=.venv/bin/python3; fi
+
+configure_and_build() { cmake --preset "$1" && cmake --build --preset "$1" -j "$(nproc)"; }
+
+build_twice() {
+  local build="build/bin/moeflow-gen build models/glm-5.3-flash.yaml --dtype bf16 --format json"
+  $build && $build | tee "$logs/second.json" && grep -q '"compiled": *0\b' "$logs/second.json"
+}
+
+check_format() {
+  command -v clang-format >/dev/null || { echo "clang-format is not installed"; return 77; }
+  clang-format --version | grep -q 'version 14\.' || { echo "$(clang-format --version): the style is that of version 14"; return 77; }
+  git ls-files 'gen/*.[ch]' 'runtime/*.[ch]' 'run/*.[ch]' 'tests/*.[ch]' 'integrations/*.[ch]' | xargs -r clang-format --dry-run -Werror
+}
+
+planted() {
+  [ -x tests/planted/run.sh ] || { echo "tests/planted/run.sh is not there"; return 77; }
+  tests/planted/run.sh
+}
+
+step setup scripts/setup.sh
+step build configure_and_build default
+[ "$failed" = 0 ] || finish  # the rest would test an older build
+step_ctest tests --test-dir build --timeout 600
+step build-twice build_twice
+step_unittest python "$python" -m unittest discover -v -s integrations/python/tests
+step build-asan configure_and_build asan
+step_ctest asan --test-dir build-asan --timeout 600 -L '^(unit|emulated)$'
+step planted planted
+step format check_format
+finish

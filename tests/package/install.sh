@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# install.sh SOURCE BUILD: installs, moves the prefix elsewhere, and builds and runs integrations/c-example from it alone, through
+# pkg-config and through find_package.
+set -euo pipefail
+source=$1 build=$2
+command -v pkg-config >/dev/null || { echo "skipped: pkg-config is not installed"; exit 77; }
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cmake --install "$build" --prefix "$work/first" >/dev/null
+mv "$work/first" "$work/moved"  # nothing installed may know where it was
+cp -r "$source/integrations/c-example" "$work/example"
+cd "$work/example"
+rm -rf build layer tiny.spec
+PKG_CONFIG_PATH=$(dirname "$(find "$work/moved" -name moeflow.pc)") make run
+cmake -S . -B build -DCMAKE_PREFIX_PATH="$work/moved" >/dev/null
+cmake --build build
+build/layer tiny.spec
+readelf -d layer | grep -q 'libmoeflow.so.0'
+for tool in moeflow-gen moeflow-run; do "$work/moved/bin/$tool" --version; done

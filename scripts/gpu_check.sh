@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# Runs what needs a GPU, and records it in DIR/verified.json. Needs a built tree, but neither git, CMake nor a compiler.
+#
+#   scripts/gpu_check.sh [--out DIR] [--results DIR]   DIR: tests/gpu; with --results each checked run's JSON is kept there
+#   scripts/gpu_check.sh --digest                      prints what identifies the code under test: 64 hex digits
+#
+# The digest covers runtime/, templates/ and the kernels' emitted sources for sm_90a and the models below, by path and content.
+# Equal digests mean that the last GPU run vouches for this code. MOEFLOW_BIN overrides build/bin, MOEFLOW_CACHE_DIR the cache
+# (default: a temporary one, built first).
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+bin=${MOEFLOW_BIN:-$root/build/bin}
+case $bin in /*) ;; *) bin=$PWD/$bin ;; esac
+models=(glm-5.3-flash deepseek-v2-lite)
+out=tests/gpu results='' only_digest=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --digest) only_digest=1 ;;
+    --out | --results)
+      [ $# -ge 2 ] || { echo "gpu_check.sh: $1 needs a folder" >&2; exit 2; }
+      case $1 in --out) out=$2 ;; *) results=$2 ;; esac
+      shift ;;
+    *) echo "gpu_check.sh: unknown option $1" >&2; exit 2 ;;
+  esac
+  shift
+done
+cd "$root"
+[ -x "$bin/moeflow-gen" ] || { echo "gpu_check.sh: $bin/moeflow-gen is not built" >&2; exit 5; }
+
+digest() {
+  local work model
+  work=$(mktemp -d)
+  if [ -n "$(find gen templates -newer "$bin/moeflow-gen" -name '*.[ch]*' | head -1)" ]; then
+    echo "gpu_check.sh: moeflow-gen is older than its sources: build first, or the digest is of an older generator" >&2
+  fi
+  for model in "${models[@]}"; do
+    "$bin/moeflow-gen" emit "models/$model.yaml" --dtype bf16 --arch sm_90a -o "$work/$model" >/dev/null || { rm -rf "$work"; return 1; }
+  done
+  {
+    find runtime templates -name '*.[ch]*' -type f | LC_ALL=C sort | xargs sha256sum
+    (cd "$work" && find . -type f | LC_ALL=C sort | xargs sha256sum)
+  } | sha256sum | cut -d' ' -f1
+  rm -rf "$work"
+}
+
+if [ -n "$only_digest" ]; then digest; exit; fi
+
+# shellcheck source=scripts/steps.sh
+. scripts/steps.sh
+digest=$(digest)
+mkdir -p "$out" ${results:+"$results"}
+mapfile -t gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null || true)
+if [ "${#gpus[@]}" = 0 ]; then echo "gpu_check.sh: no GPU here" >&2; exit 5; fi
+
+if [ -z "${MOEFLOW_CACHE_DIR:-}" ]; then
+  MOEFLOW_CACHE_DIR=$logs/cache
+  mkdir -m 700 "$MOEFLOW_CACHE_DIR"
+fi
+export MOEFLOW_CACHE_DIR
+
+# choices MODEL: the model with `reduce: choices`, as a file of its own.
+choices() {
+  local file=$logs/$1-choices.yaml
+  { sed -e '/^reduce:/d' -e "s/^name: .*/name: $1-choices/" "models/$1.yaml"; echo "reduce: choices"; } >"$file"
+  echo "$file"
+}
+
+# checked LABEL MODEL.yaml ARGS...: one moeflow-run --check; needs `need` GPUs
+need=1
+checked() {
+  local label=$1 model=$2
+  shift 2
+  if [ "${#gpus[@]}" -lt "$need" ]; then step "run-$label" sh -c "echo 'needs $need GPUs, has ${#gpus[@]}'; exit 77"; return; fi
+  step "run-$label" timeout 580 "$bin/moeflow-run" "$model" --dtype bf16 --check "$@" ${results:+--output "$results/run-$label.json"}
+}
+
+# With `reduce: choices` a token's output depends on neither EP nor placement: rank 0's tokens come out alike for every EP.
+same_for_every_ep() {
+  local model=$1 ep hash first=
+  for ep in 1 2 3 4 8; do
+    "$bin/moeflow-run" "$model" --dtype bf16 --transport local --ep $ep --tokens 8 --check --format json >"$logs/choices-$ep.json" || return
+    hash=$(sed -n 's/.*"output_rank0" *: *"\([0-9a-f]*\)".*/\1/p' "$logs/choices-$ep.json" | head -1)
+    [ -n "$hash" ] || { echo "EP=$ep: the result has no output_rank0"; return 1; }
+    echo "EP=$ep: $hash"
+    [ "${first:=$hash}" = "$hash" ] || { echo "EP=$ep differs"; return 1; }
+  done
+}
+
+glm=models/glm-5.3-flash.yaml lite=models/deepseek-v2-lite.yaml lite_choices=$(choices deepseek-v2-lite)
+arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1)
+case $arch in 9.*) arch=sm_90a ;; 10.*) arch=sm_100a ;; 12.*) arch=sm_120 ;; *) arch=sm_80 ;; esac
+for model in "$glm" "$lite" "$lite_choices"; do
+  step "cubins-$(basename "$model" .yaml)" "$bin/moeflow-gen" build "$model" --dtype bf16 --arch "$arch"
+done
+for test in "$bin"/../tests/gpu_* "$bin"/../tests/ranks_*; do
+  if [ -f "$test" ] && [ -x "$test" ]; then step "$(basename "$test")" timeout 300 "$test"; fi
+done
+need=2
+checked glm-5.3-flash-bf16-ep2-nccl "$glm" --ep 2 --transport nccl --tokens 0,1,8,128
+checked glm-5.3-flash-bf16-ep2-nccl-8192 "$glm" --ep 2 --transport nccl --tokens 8192 --capacity 8192 --check-rows 64
+checked deepseek-v2-lite-bf16-ep2-nccl "$lite" --ep 2 --transport nccl --tokens 0,1,8,128,5/0
+need=1
+checked glm-5.3-flash-bf16-ep4-local "$glm" --ep 4 --transport local --tokens 0,1,8
+checked glm-5.3-flash-bf16-ep8-local "$glm" --ep 8 --transport local --tokens 0,1,8
+checked deepseek-v2-lite-bf16-ep3-local "$lite" --ep 3 --transport local --tokens 1,32
+step run-choices-every-ep same_for_every_ep "$lite_choices"
+
+sha=$(git rev-parse HEAD 2>/dev/null || sed -n 's/#define MOEFLOW_GIT_SHA "\(.*\)"/\1/p' "$bin/../stamp/build_stamp.h" 2>/dev/null || true)
+if [ -z "$sha" ]; then sha=$("$bin/moeflow-gen" --version | grep -oE '[0-9a-f]{40}' | head -1 || true); fi
+quoted() { printf '"%s", ' "$@" | sed 's/, $//'; }
+printf '{"digest": "%s", "git": "%s", "models": [%s], "gpus": [%s],\n "passed": %d, "failed": %d, "skipped": %d}\n' \
+  "$digest" "$sha" "$(quoted "${models[@]}")" "$(quoted "${gpus[@]}")" "$passed" "$failed" "$skipped" >"$out/verified.json"
+cat "$out/verified.json"
+finish

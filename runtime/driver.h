@@ -41,8 +41,19 @@
   X(cuStreamSynchronize)       \
   X(cuStreamIsCapturing)
 
-/* Absent from older drivers; NULL then. */
-#define DRIVER_OPTIONAL(X) X(cuFuncLoad)
+/* Absent from older drivers, or called by moeflow-run alone; NULL when absent. */
+#define DRIVER_OPTIONAL(X)  \
+  X(cuFuncLoad)             \
+  X(cuStreamBeginCapture)   \
+  X(cuStreamEndCapture)     \
+  X(cuGraphInstantiate)     \
+  X(cuGraphLaunch)          \
+  X(cuGraphDestroy)         \
+  X(cuGraphExecDestroy)     \
+  X(cuEventCreate)          \
+  X(cuEventDestroy)         \
+  X(cuEventRecord)          \
+  X(cuEventElapsedTime)
 
 struct driver {
 #define DRIVER_MEMBER(name) __typeof__(name) *name;

@@ -10,8 +10,6 @@
 #include "spec.h"
 
 #define MODEL_BYTES_MAX 65536
-#define MODEL_DEPTH_MAX 8
-#define MODEL_EVENTS_MAX 4096
 #define MODEL_CAPACITY_MAX (1 << 20)
 
 struct model_deploy { /* not part of the spec: all ranks and all EP sizes share the cubins */
@@ -53,6 +51,10 @@ moeflow_status model_load(const char *path, const struct model_overrides *overri
 /* MOEFLOW_ERROR_UNSUPPORTED for a model that can be read and explained but not built by this version (FP8), with what to
  * add. */
 moeflow_status model_buildable(const struct model *model);
+
+/* Parts of the above that the field table shares with the command line: MOEFLOW_ERROR_ARGUMENT, without a position. */
+moeflow_status model_add_arch(struct model_deploy *deploy, const char *name);
+moeflow_status model_check_deploy(const struct model *model, const char **path); /* *path: the key to blame */
 
 /* The field table as text: key, type, range, default, meaning. */
 void model_print_fields(FILE *file);

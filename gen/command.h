@@ -17,6 +17,8 @@ struct gen_options {
   const char *output;               /* -o, --output */
   int jobs;                         /* --jobs, 0: the number of CPUs */
   int dry_run;                      /* --dry-run */
+  int digest;                       /* emit --digest */
+  int lineinfo;                     /* build --lineinfo */
   enum gen_format format;           /* --format */
 };
 

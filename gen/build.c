@@ -1,0 +1,348 @@
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "command.h"
+#include "json.h"
+#include "pool.h"
+#include "progress.h"
+#include "status.h"
+#include "unit.h"
+
+#define COMPILE_SECONDS_MAX 120
+#define LOCK_SECONDS_MAX 60 /* for another process that compiles the same variant */
+#define EXIT_INTERRUPTED 130
+
+enum row_state { ROW_MISSING, ROW_HIT, ROW_COMPILED };
+static const char *const row_states[] = {"missing", "hit", "compiled"};
+
+struct row { /* what became of a unit */
+  enum row_state state;
+  struct entry_header header;
+  double seconds;
+};
+
+struct build {
+  const struct gen_options *options;
+  struct model model;
+  struct toolchain toolchain;
+  struct store store;
+  struct units units;
+  struct row *rows; /* one per unit */
+  int *missing;     /* units to compile */
+  int missing_count;
+  struct progress progress;
+  double start, seconds;
+  int interrupted;
+};
+
+struct task_result { /* from worker to parent */
+  struct entry_header header;
+  double seconds;
+  int32_t made;
+  char warning[512];
+};
+_Static_assert(sizeof(struct task_result) <= sizeof(((struct pool_output *)0)->bytes), "a result fits the pool's reply");
+
+/* ---- In a worker ---- */
+
+struct making {
+  const struct build *build;
+  const struct unit *unit;
+  char *log;
+};
+
+static moeflow_status check_shared(const struct unit *unit, const struct compile_result *result) {
+  int64_t dynamic = unit->draft->plan.variants[unit->variant].shared_bytes;
+  if (result->static_shared_bytes > 48 << 10 || result->static_shared_bytes + dynamic > unit->arch->shared_bytes) {
+    return status_set(MOEFLOW_ERROR_INTERNAL,
+                      "%s takes %u static + %lld dynamic bytes of shared memory; %s has %d per block", unit->name,
+                      result->static_shared_bytes, (long long)dynamic, unit->arch->name, unit->arch->shared_bytes);
+  }
+  return MOEFLOW_OK;
+}
+
+/* Within one major version of CUDA, cubins run on that version's older drivers too, if those know the architecture. */
+static uint32_t minimum_driver(uint32_t nvrtc_version, const struct arch *arch) {
+  uint32_t major = nvrtc_version / 1000 * 1000;
+  return major > (uint32_t)arch->minimum_cuda ? major : (uint32_t)arch->minimum_cuda;
+}
+
+static void fill_facts(const struct unit *unit, const struct compile_result *result, struct entry_header *facts) {
+  const struct plan_variant *variant = &unit->draft->plan.variants[unit->variant];
+  memset(facts, 0, sizeof *facts);
+  snprintf(facts->arch, sizeof facts->arch, "%s", unit->arch->name);
+  emit_symbol(variant->kernel, facts->symbol);
+  facts->minimum_driver = minimum_driver(result->nvrtc_version, unit->arch);
+  facts->nvrtc_version = result->nvrtc_version;
+  facts->registers = result->registers;
+  facts->static_shared_bytes = result->static_shared_bytes;
+  facts->threads = (uint32_t)variant->threads;
+}
+
+static moeflow_status make(void *user, struct entry_header *facts, uint8_t **cubin, size_t *cubin_bytes) {
+  struct making *making = user;
+  const struct unit *unit = making->unit;
+  const struct units *units = &making->build->units;
+  struct compile_result result;
+  char symbol[40];
+  emit_symbol(unit->draft->plan.variants[unit->variant].kernel, symbol);
+  struct compile_request request = {.name = unit->name,
+                                    .symbol = symbol,
+                                    .text = unit->text,
+                                    .templates = &units->templates,
+                                    .included = unit->included,
+                                    .included_count = unit->included_count,
+                                    .options = &units->options[unit->draft - units->drafts]};
+  moeflow_status status = compile_unit(&making->build->toolchain, &request, &result);
+  if (status == MOEFLOW_OK) status = check_shared(unit, &result);
+  if (status == MOEFLOW_OK) {
+    fill_facts(unit, &result, facts);
+    *cubin = result.cubin;
+    *cubin_bytes = result.cubin_size;
+    result.cubin = NULL;
+  }
+  making->log = result.log;
+  result.log = NULL;
+  compile_free(&result);
+  return status;
+}
+
+static moeflow_status work(void *user, int task, struct pool_output *output) {
+  struct build *build = user;
+  struct making making = {build, &build->units.units[build->missing[task]], NULL};
+  struct store_outcome outcome;
+  struct task_result result;
+  double start = progress_seconds();
+  moeflow_status status = store_obtain(&build->store, &making.unit->key, make, &making, LOCK_SECONDS_MAX, &outcome);
+  memset(&result, 0, sizeof result);
+  result.header = outcome.header;
+  result.made = outcome.made;
+  result.seconds = progress_seconds() - start;
+  snprintf(result.warning, sizeof result.warning, "%s", outcome.warning);
+  memcpy(output->bytes, &result, sizeof result);
+  output->size = sizeof result;
+  output->log = making.log;
+  return status;
+}
+
+/* ---- In the parent ---- */
+
+static const char *task_name(void *user, int task) {
+  const struct build *build = user;
+  return build->units.units[build->missing[task]].name;
+}
+
+/* The compiler's messages without ptxas' report. Only what is printable: the text may quote a template. */
+static void print_log(const char *log) {
+  for (const char *line = log; line && *line;) {
+    size_t length = strcspn(line, "\n");
+    if (strncmp(line, "ptxas info", 10) != 0 && strncmp(line, "    0 bytes", 11) != 0) {
+      for (size_t i = 0; i < length; i++) fputc((unsigned char)line[i] < 0x20 && line[i] != '\t' ? '?' : line[i], stderr);
+      fputc('\n', stderr);
+    }
+    line += length + (line[length] == '\n');
+  }
+}
+
+static void done(void *user, int task, moeflow_status status, const struct pool_output *output) {
+  struct build *build = user;
+  const struct unit *unit = &build->units.units[build->missing[task]];
+  struct row *row = &build->rows[build->missing[task]];
+  struct task_result result;
+  char line[160];
+  if (status != MOEFLOW_OK) {
+    progress_end(&build->progress);
+    print_log(output->log);
+    return;
+  }
+  memcpy(&result, output->bytes, sizeof result);
+  row->state = result.made ? ROW_COMPILED : ROW_HIT;
+  row->header = result.header;
+  row->seconds = result.seconds;
+  if (result.warning[0]) fprintf(stderr, "moeflow-gen build: warning: %s; rebuilt\n", result.warning);
+  snprintf(line, sizeof line, "%s %s %s in %.2f s", unit->arch->name, unit->name, row_states[row->state], row->seconds);
+  progress_step(&build->progress, line);
+}
+
+/* What is there already; reads only. */
+static void look_up(struct build *build) {
+  for (int i = 0; i < build->units.count; i++) {
+    struct entry entry;
+    if (store_find(&build->store, &build->units.units[i].key, &entry) == STORE_HIT) {
+      build->rows[i].state = ROW_HIT;
+      build->rows[i].header = entry.header;
+    } else {
+      build->missing[build->missing_count++] = i;
+    }
+    entry_free(&entry);
+  }
+}
+
+static moeflow_status compile_missing(struct build *build) {
+  struct pool_job job = {.tasks = build->missing_count,
+                         .workers = build->options->jobs,
+                         .timeout_s = COMPILE_SECONDS_MAX + LOCK_SECONDS_MAX,
+                         .user = build,
+                         .work = work,
+                         .done = done,
+                         .name = task_name};
+  moeflow_status status = store_create(&build->store); /* before any worker: an unwritable cache is told once, at once */
+  if (status != MOEFLOW_OK) return status;
+  store_sweep(&build->store);
+  progress_begin(&build->progress, build->missing_count);
+  status = pool_run(&job, &build->interrupted);
+  progress_end(&build->progress);
+  return status;
+}
+
+/* Plans come last: whoever finds one finds all of its entries. */
+static moeflow_status write_plans(struct build *build) {
+  for (int i = 0; i < build->units.count; i++) {
+    struct plan *plan = &build->units.units[i].draft->plan;
+    int32_t needed = (int32_t)build->rows[i].header.minimum_driver;
+    if (needed > plan->minimum_driver) plan->minimum_driver = needed;
+  }
+  for (int a = 0; a < build->units.arch_count; a++) {
+    moeflow_status status = store_put_plan(&build->store, &build->units.drafts[a].plan);
+    if (status != MOEFLOW_OK) return status;
+  }
+  return MOEFLOW_OK;
+}
+
+static moeflow_status run(struct build *build) {
+  moeflow_status status = MOEFLOW_OK;
+  const struct gen_options *options = build->options;
+  CHECK(model_load(options->model, &options->overrides, &build->model));
+  CHECK(model_buildable(&build->model));
+  CHECK(units_make(&build->model, options->templates, options->lineinfo, &build->units));
+  CHECK(toolchain_find(&build->toolchain));
+  CHECK(units_keys(&build->units, &build->toolchain));
+  build->rows = calloc((size_t)build->units.count, sizeof *build->rows);
+  build->missing = calloc((size_t)build->units.count, sizeof *build->missing);
+  if (!build->rows || !build->missing) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d variants", build->units.count);
+  CHECK(store_open(options->cache, &build->store));
+  look_up(build);
+  if (options->dry_run) goto cleanup;
+  if (build->missing_count) CHECK(compile_missing(build));
+  CHECK(write_plans(build));
+cleanup:
+  build->seconds = progress_seconds() - build->start;
+  return status;
+}
+
+static int count_rows(const struct build *build, enum row_state state) {
+  int count = 0;
+  for (int i = 0; i < build->units.count; i++) count += build->rows[i].state == state;
+  return count;
+}
+
+static void json_rows(struct json *json, const struct build *build) {
+  json_key(json, "kernels");
+  json_array(json);
+  for (int i = 0; i < build->units.count; i++) {
+    const struct unit *unit = &build->units.units[i];
+    const struct plan_variant *variant = &unit->draft->plan.variants[unit->variant];
+    const struct row *row = &build->rows[i];
+    json_object(json);
+    json_key(json, "arch"), json_string(json, unit->arch->name);
+    json_key(json, "kernel"), json_string(json, kernel_names[variant->kernel]);
+    json_key(json, "unit"), json_string(json, unit->name);
+    json_key(json, "state"), json_string(json, row_states[row->state]);
+    json_key(json, "entry"), json_string(json, unit->key.hash);
+    json_key(json, "threads"), json_int(json, variant->threads);
+    json_key(json, "shared_bytes"), json_int(json, variant->shared_bytes);
+    if (row->state != ROW_MISSING) {
+      json_key(json, "registers"), json_int(json, row->header.registers);
+      json_key(json, "static_shared_bytes"), json_int(json, row->header.static_shared_bytes);
+      json_key(json, "cubin_bytes"), json_int(json, (int64_t)row->header.cubin_bytes);
+      json_key(json, "seconds"), json_double(json, row->seconds);
+    }
+    json_object_end(json);
+  }
+  json_array_end(json);
+}
+
+/* "arch" is a string for one target and an array for several. */
+static void json_archs(struct json *json, const struct build *build) {
+  json_key(json, "arch");
+  if (build->units.arch_count > 1) json_array(json);
+  for (int a = 0; a < build->units.arch_count; a++) json_string(json, build->units.drafts[a].plan.arch);
+  if (build->units.arch_count > 1) json_array_end(json);
+}
+
+static void print_json(const struct build *build) {
+  struct json json;
+  json_begin(&json, stdout);
+  json_object(&json);
+  json_key(&json, "model"), json_string(&json, build->model.spec.name);
+  json_key(&json, "dtype"), json_string(&json, spec_dtype_name(build->model.spec.dtype));
+  json_archs(&json, build);
+  json_key(&json, "variants"), json_int(&json, build->units.count);
+  json_key(&json, "compiled"), json_int(&json, count_rows(build, ROW_COMPILED));
+  json_key(&json, "hits"), json_int(&json, count_rows(build, ROW_HIT));
+  json_key(&json, "missing"), json_int(&json, count_rows(build, ROW_MISSING));
+  json_key(&json, "seconds"), json_double(&json, build->seconds);
+  json_key(&json, "cache"), json_string(&json, build->store.path);
+  json_key(&json, "dry_run"), json_bool(&json, build->options->dry_run);
+  json_key(&json, "toolchain"), json_string(&json, build->toolchain.identity);
+  json_key(&json, "plans");
+  json_array(&json);
+  for (int a = 0; a < build->units.arch_count; a++) {
+    char name[160];
+    plan_file_name(&build->units.drafts[a].plan, name);
+    json_string(&json, name);
+  }
+  json_array_end(&json);
+  json_rows(&json, build);
+  json_object_end(&json);
+  json_end(&json);
+}
+
+static void print_table(const struct build *build) {
+  printf("%-8s %-48s %-8s %9s %8s  %s\n", "arch", "unit", "state", "registers", "cubin B", "entry");
+  for (int i = 0; i < build->units.count; i++) {
+    const struct unit *unit = &build->units.units[i];
+    const struct row *row = &build->rows[i];
+    char registers[16] = "-", bytes[24] = "-";
+    if (row->state != ROW_MISSING) {
+      snprintf(registers, sizeof registers, "%u", row->header.registers);
+      snprintf(bytes, sizeof bytes, "%llu", (unsigned long long)row->header.cubin_bytes);
+    }
+    printf("%-8s %-48s %-8s %9s %8s  %.16s\n", unit->arch->name, unit->name, row_states[row->state], registers, bytes,
+           unit->key.hash);
+  }
+  for (int a = 0; a < build->units.arch_count; a++) {
+    char name[160];
+    plan_file_name(&build->units.drafts[a].plan, name);
+    printf("plan %s\n", name);
+  }
+  printf("%s %s: %d variants, %d compiled, %d hits, %d missing in %.2f s; cache %s%s\n", build->model.spec.name,
+         spec_dtype_name(build->model.spec.dtype), build->units.count, count_rows(build, ROW_COMPILED),
+         count_rows(build, ROW_HIT), count_rows(build, ROW_MISSING), build->seconds, build->store.path,
+         build->options->dry_run ? " (dry run: nothing written)" : "");
+}
+
+int command_build(const struct gen_options *options) {
+  struct build *build = calloc(1, sizeof *build);
+  if (!build) return command_status(options, status_set(MOEFLOW_ERROR_MEMORY, "no memory for a build"));
+  build->options = options;
+  build->store.fd = -1;
+  build->start = progress_seconds();
+  moeflow_status status = run(build);
+  int code = command_status(options, status);
+  if (build->interrupted) code = EXIT_INTERRUPTED;
+  if (status == MOEFLOW_OK) {
+    if (options->format == FORMAT_JSON) {
+      print_json(build);
+    } else {
+      print_table(build);
+    }
+  }
+  store_close(&build->store);
+  units_free(&build->units);
+  free(build->rows);
+  free(build->missing);
+  free(build);
+  return code;
+}

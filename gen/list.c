@@ -1,0 +1,135 @@
+#include <stdio.h>
+
+#include "catalog.h"
+#include "command.h"
+#include "json.h"
+#include "status.h"
+
+static void list_json(const struct store *store, const struct catalog *catalog) {
+  struct json json;
+  json_begin(&json, stdout);
+  json_object(&json);
+  json_key(&json, "cache"), json_string(&json, store->path);
+  json_key(&json, "bytes"), json_int(&json, catalog->bytes);
+  json_key(&json, "plans"), json_array(&json);
+  for (int i = 0; i < catalog->plan_names.count; i++) {
+    const struct catalog_plan *item = &catalog->plans[i];
+    json_object(&json);
+    json_key(&json, "file"), json_string(&json, item->file);
+    json_key(&json, "model"), json_string(&json, item->plan.spec.name);
+    json_key(&json, "arch"), json_string(&json, item->plan.arch);
+    json_key(&json, "fault"), item->fault[0] ? json_string(&json, item->fault) : json_null(&json);
+    json_key(&json, "entries"), json_array(&json);
+    for (int v = 0; v < item->plan.variant_count; v++) json_string(&json, item->plan.variants[v].entry);
+    json_array_end(&json);
+    json_object_end(&json);
+  }
+  json_array_end(&json);
+  json_key(&json, "entries"), json_array(&json);
+  for (int i = 0; i < catalog->entry_names.count; i++) {
+    const struct catalog_entry *item = &catalog->entries[i];
+    json_object(&json);
+    json_key(&json, "hash"), json_string(&json, item->hash);
+    json_key(&json, "symbol"), json_string(&json, item->header.symbol);
+    json_key(&json, "arch"), json_string(&json, item->header.arch);
+    json_key(&json, "bytes"), json_int(&json, (int64_t)item->bytes);
+    json_key(&json, "plans"), json_int(&json, item->plans);
+    json_key(&json, "fault"), item->fault[0] ? json_string(&json, item->fault) : json_null(&json);
+    json_object_end(&json);
+  }
+  json_array_end(&json);
+  json_object_end(&json);
+  json_end(&json);
+}
+
+static void list_table(const struct store *store, const struct catalog *catalog) {
+  for (int i = 0; i < catalog->plan_names.count; i++) {
+    const struct catalog_plan *item = &catalog->plans[i];
+    printf("%s%s%s\n", item->file, item->fault[0] ? ": " : "", item->fault);
+    for (int v = 0; v < item->plan.variant_count; v++) {
+      printf("  %-16s %.16s\n", kernel_names[item->plan.variants[v].kernel], item->plan.variants[v].entry);
+    }
+  }
+  if (catalog->entry_names.count) printf("%-16s  %-24s %-8s %9s %6s\n", "entry", "symbol", "arch", "bytes", "plans");
+  for (int i = 0; i < catalog->entry_names.count; i++) {
+    const struct catalog_entry *item = &catalog->entries[i];
+    if (item->fault[0]) {
+      printf("%-16.16s  %s\n", item->hash, item->fault);
+    } else {
+      printf("%-16.16s  %-24s %-8s %9zu %6d\n", item->hash, item->header.symbol, item->header.arch, item->bytes,
+             item->plans);
+    }
+  }
+  printf("%s: %d plans, %d entries, %.1f MB%s\n", store->path, catalog->plan_names.count, catalog->entry_names.count,
+         (double)catalog->bytes / 1e6, store->fd < 0 ? " (no such directory yet)" : "");
+}
+
+int command_list(const struct gen_options *options) {
+  moeflow_status status = MOEFLOW_OK;
+  struct store store = {.fd = -1};
+  struct catalog catalog = {.faults = 0};
+  CHECK(store_open(options->cache, &store));
+  CHECK(catalog_read(&store, &catalog));
+  if (options->format == FORMAT_JSON) {
+    list_json(&store, &catalog);
+  } else {
+    list_table(&store, &catalog);
+  }
+cleanup:
+  catalog_free(&catalog);
+  store_close(&store);
+  return command_status(options, status);
+}
+
+static void verify_json(const struct store *store, const struct catalog *catalog) {
+  struct json json;
+  json_begin(&json, stdout);
+  json_object(&json);
+  json_key(&json, "cache"), json_string(&json, store->path);
+  json_key(&json, "plans"), json_int(&json, catalog->plan_names.count);
+  json_key(&json, "entries"), json_int(&json, catalog->entry_names.count);
+  json_key(&json, "damaged"), json_array(&json);
+  for (int i = 0; i < catalog->entry_names.count; i++) {
+    if (catalog->entries[i].fault[0]) json_string(&json, catalog->entries[i].fault);
+  }
+  for (int i = 0; i < catalog->plan_names.count; i++) {
+    if (catalog->plans[i].fault[0]) json_string(&json, catalog->plans[i].fault);
+  }
+  json_array_end(&json);
+  json_key(&json, "passed"), json_bool(&json, catalog->faults == 0);
+  json_object_end(&json);
+  json_end(&json);
+}
+
+static void verify_table(const struct store *store, const struct catalog *catalog) {
+  for (int i = 0; i < catalog->entry_names.count; i++) {
+    if (catalog->entries[i].fault[0]) printf("damaged: %s\n", catalog->entries[i].fault);
+  }
+  for (int i = 0; i < catalog->plan_names.count; i++) {
+    if (catalog->plans[i].fault[0]) printf("damaged: %s\n", catalog->plans[i].fault);
+  }
+  printf("%s: %d plans and %d entries read, %d damaged\n", store->path, catalog->plan_names.count,
+         catalog->entry_names.count, catalog->faults);
+}
+
+int command_verify(const struct gen_options *options) {
+  moeflow_status status = MOEFLOW_OK;
+  struct store store = {.fd = -1};
+  struct catalog catalog = {.faults = 0};
+  CHECK(store_open(options->cache, &store));
+  if (store.fd < 0) FAIL(MOEFLOW_ERROR_CACHE, "%s does not exist; run moeflow-gen build to fill it", store.path);
+  CHECK(catalog_read(&store, &catalog));
+  if (options->format == FORMAT_JSON) {
+    verify_json(&store, &catalog);
+  } else {
+    verify_table(&store, &catalog);
+  }
+  if (catalog.faults) {
+    FAIL(MOEFLOW_ERROR_CACHE, "%d of %d files are damaged; run moeflow-gen build again for the models concerned",
+         catalog.faults, catalog.plan_names.count + catalog.entry_names.count);
+  }
+cleanup:
+  catalog_free(&catalog);
+  store_close(&store);
+  return command_status(options, status);
+}

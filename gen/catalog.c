@@ -13,7 +13,7 @@ static void read_entry(const struct store *store, const char *file, struct catal
   if (entry_read(store->fd, store->path, item->hash, &entry, NULL) != MOEFLOW_OK) {
     snprintf(item->fault, sizeof item->fault, "%s", moeflow_last_error());
   } else if (strncmp(file + sizeof "entries/" - 1, item->hash, 2) != 0) {
-    snprintf(item->fault, sizeof item->fault, "%s/%s is in the wrong folder", store->path, file);
+    snprintf(item->fault, sizeof item->fault, "%.300s is in the wrong folder", file);
   } else {
     item->header = entry.header;
     item->bytes = entry.size;

@@ -72,7 +72,7 @@ static moeflow_status load_folder(struct templates *templates, const char *folde
   if (!directory) return status_set(MOEFLOW_ERROR_FORMAT, "cannot open --templates %s: %s", folder, strerror(errno));
   for (struct dirent *item; (item = readdir(directory));) {
     char path[4096], *text;
-    size_t size;
+    size_t size = 0;
     if (!is_template(item->d_name)) continue;
     if ((size_t)snprintf(path, sizeof path, "%s/%s", folder, item->d_name) >= sizeof path) {
       FAIL(MOEFLOW_ERROR_FORMAT, "--templates: the path %s is too long", folder);

@@ -83,7 +83,7 @@ _layers: dict[tuple, Layer] = {}
 
 def cached(kind: str, spec: object, make: Callable[[], Layer]) -> Layer:
     """One bound and prepared layer per shape, capacity and weights: the inputs differ from call to call, these do not."""
-    key = (kind, spec.shape, spec.capacity, spec.rank, spec.gate_up.data_ptr(), spec.down.data_ptr())
+    key = (kind, spec.shape, spec.capacity, spec.rank, id(spec.gate_up), id(spec.down))  # the layer keeps both alive
     if key not in _layers:
         layer = make()
         layer.bind(spec.gate_up, spec.down)

@@ -6,7 +6,10 @@ import sys
 import tempfile
 import threading
 import unittest
+import unittest.mock
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 try:
     import numpy as np
@@ -217,6 +220,41 @@ class LayerTest(unittest.TestCase):
                 layer.forward(i.hidden, i.out, ids=i.ids)
             with self.assertRaises(ValueError):
                 layer.bind(self.gate_up[:2], self.down[:2])
+
+
+class BenchTest(unittest.TestCase):
+    """bench_layer's "experts" arm on the CPU backend; the arms that need GPUs are run by the tools that time them."""
+
+    def spec(self, dtype="bf16"):
+        generator, ranks, tokens = np.random.default_rng(3), 2, 3
+        rows, (gate_up, down) = ranks * tokens, make_weights()
+        ids = np.stack([generator.permutation(EXPERTS)[:TOP_K] for _ in range(rows)]).astype(np.int32)
+        ids[2] = [0, 1]  # all of rank 0's
+        experts = SimpleNamespace(hidden=random_bf16(generator, rows, HIDDEN), scale=None, ids=ids,
+                                  weights=generator.random((rows, TOP_K), dtype=np.float32),
+                                  out=np.full((rows, HIDDEN), 0x7FC0, np.uint16))
+        first = EXPERTS // ranks
+        Shape = namedtuple("Shape", "hidden intermediate experts topk ep dtype")
+        return SimpleNamespace(library=moeflow.load()._name, arms=("nccl", "experts"), rank=1, capacity=4, layer=None,
+                               shape=Shape(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, ranks, dtype),
+                               gate_up=gate_up[first:], down=down[first:], experts=experts), gate_up, down
+
+    def test_experts_arm(self):
+        spec, gate_up, down = self.spec()
+        with unittest.mock.patch.object(moeflow.bench, "context_of", lambda _: moeflow.open(backend="cpu", spec=spec_text())):
+            calls = moeflow.bench_layer(spec)
+        self.assertEqual(list(calls), ["experts"])
+        weights = np.where(spec.experts.ids >= EXPERTS // 2, spec.experts.weights, 0)
+        expected = reference(spec.experts.hidden, spec.experts.ids, weights, gate_up, down, 1)
+        for _ in range(2):
+            spec.experts.out[:] = 0x7FC0
+            calls["experts"](0)
+            actual = moeflow.from_bf16(spec.experts.out)
+            self.assertFalse(actual[2].any())
+            self.assertLessEqual(np.linalg.norm(actual - expected), TOLERANCE * np.linalg.norm(expected))
+
+    def test_fp8_has_no_arms_yet(self):
+        self.assertEqual(moeflow.bench_layer(self.spec("fp8")[0]), {})
 
 
 class LibraryTest(unittest.TestCase):

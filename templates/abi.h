@@ -95,7 +95,8 @@ enum moeflow_poison { /* why a group is unusable; the first cause stays */
 struct moeflow_lane { /* device memory; epoch is bumped by combine, the last kernel of a step */
   uint32_t epoch;
   uint32_t poison; /* enum moeflow_poison; every kernel returns at once when it is set */
-  uint32_t reserved[30];
+  uint32_t steps;  /* steps ended since creation, copied into the record */
+  uint32_t reserved[29];
 };
 
 struct moeflow_record { /* pinned host memory, one per lane; read by moeflow_poll */
@@ -119,6 +120,7 @@ struct moeflow_record { /* pinned host memory, one per lane; read by moeflow_pol
  * compute: number r * K + k. Its position in expert-major order (experts ascending, entries ascending within one) indexes
  * the activations and the down output. */
 
+#define MOEFLOW_LOCAL_EXPERTS_MAX 4096 /* slots that a rank may own: expert_index and expert_prepare count in shared memory */
 #define MOEFLOW_CHUNK_ROWS 64 /* rows that one block of expert_index and expert_prepare handles */
 
 struct moeflow_tile { /* at most tile_tokens consecutive positions of one local expert */

@@ -1,0 +1,162 @@
+/* The grouped GEMM: rows of a tile (one expert, at most tile_tokens consecutive positions) times tile_rows rows of that
+ * expert's weights. One body for all operands, epilogues, row sources and waits.
+ *
+ * Weights are the row operand of the MMA (16 rows a warp), received rows its column operand (8 at a time), so that a tile of
+ * few rows wastes little. Four warps own 16 weight rows each, of every matrix: gate and up sums of one element meet in one
+ * thread. Weights and rows stream through a ring of `stages` depth steps by cp.async.
+ *
+ * Order tag 1: each sum runs over the depth in ascending steps of 16, in one accumulator, whatever the tile sizes; so a
+ * row's results do not depend on the variant or on the other rows. */
+#ifndef MOEFLOW_GROUPED_GEMM_CUH
+#define MOEFLOW_GROUPED_GEMM_CUH
+
+#include "operand_bf16.cuh"
+#include "row_wait.cuh"
+
+namespace moeflow {
+
+/* The received-row side of the ring: bf16 rows of `depth` values, whose addresses stand in a shared table. */
+template <class Variant, int depth>
+struct TokenTile {
+  static constexpr int stage_bytes = Variant::tile_tokens * tile_row_bytes;
+  static constexpr int rows_per_pass = Variant::threads / tile_row_chunks;
+
+  const uint8_t *const *rows; /* shared [tile_tokens], any legal address at `count` and up */
+  int count;
+
+  /* Starts the copies of one depth step; what lies beyond the tile's end or the row's becomes zeros. */
+  __device__ __forceinline__ void copy(shared_address stage, int step) const {
+    const int chunk = threadIdx.x % tile_row_chunks;
+    const int at = step * Variant::tile_depth + chunk * 8;
+#pragma unroll
+    for (int pass = 0; pass < Variant::tile_tokens; pass += rows_per_pass) {
+      const int row = pass + threadIdx.x / tile_row_chunks;
+      if (rows_per_pass > Variant::tile_tokens && row >= Variant::tile_tokens) break;
+      const bool inside = row < count && at < depth;
+      copy_async_16(stage + tile_offset(row, chunk), rows[row] + (inside ? at * 2 : 0), inside ? 16 : 0);
+    }
+  }
+
+  /* Column fragments of rows 8 * n .. 8 * n + 15 (n + 1 needs tile_tokens of at least 16): b[0..1], then b[2..3]. */
+  static __device__ __forceinline__ void fragment_16(shared_address stage, int n, int slice, uint32_t (&b)[4]) {
+    const int lane = threadIdx.x % 32;
+    load_matrix_4(b, stage + tile_offset(n * 8 + lane / 16 * 8 + lane % 8, slice * 2 + lane / 8 % 2));
+  }
+  static __device__ __forceinline__ void fragment_8(shared_address stage, int n, int slice, uint32_t (&b)[2]) {
+    const int lane = threadIdx.x % 32;
+    load_matrix_2(b, stage + tile_offset(n * 8 + lane % 8, slice * 2 + lane / 8 % 2));
+  }
+};
+
+template <class Variant, int matrices>
+struct Sums {
+  static constexpr int column_tiles = Variant::tile_tokens / 8;
+  float sum[matrices][column_tiles][4];
+
+  /* One stage of the ring: four slices of 16 values, in order. */
+  template <class Operand, class Tokens>
+  __device__ __forceinline__ void add(const Operand &operand, shared_address weights, shared_address tokens) {
+#pragma unroll
+    for (int slice = 0; slice < Variant::tile_depth / 16; slice++) {
+      uint32_t a[matrices][4];
+#pragma unroll
+      for (int m = 0; m < matrices; m++) operand.fragment(weights, m, slice, a[m]);
+      if constexpr (column_tiles == 1) {
+        uint32_t b[2];
+        Tokens::fragment_8(tokens, 0, slice, b);
+#pragma unroll
+        for (int m = 0; m < matrices; m++) mma_bf16(sum[m][0], a[m], b[0], b[1]);
+      } else {
+#pragma unroll
+        for (int n = 0; n < column_tiles; n += 2) {
+          uint32_t b[4];
+          Tokens::fragment_16(tokens, n, slice, b);
+#pragma unroll
+          for (int m = 0; m < matrices; m++) {
+            mma_bf16(sum[m][n], a[m], b[0], b[1]);
+            mma_bf16(sum[m][n + 1], a[m], b[2], b[3]);
+          }
+        }
+      }
+    }
+  }
+
+  /* A thread holds two positions (2q, 2q + 1) of weight rows g and g + 8. Neighbours g and g + 1 swap one value each, so
+   * that each holds two adjacent rows at one position: wider stores. Weight rows are a multiple of 8: pairs are whole. */
+  template <class Epilogue>
+  __device__ __forceinline__ void store(const Epilogue &epilogue, const moeflow_tile &tile, int first_row, int rows) const {
+    const int lane = threadIdx.x % 32;
+    const bool odd = lane / 4 % 2;
+#pragma unroll
+    for (int n = 0; n < column_tiles; n++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float values[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float of_matrices[matrices];
+#pragma unroll
+          for (int m = 0; m < matrices; m++) of_matrices[m] = sum[m][n][half * 2 + i];
+          values[i] = Epilogue::value(of_matrices);
+        }
+        const float received = __shfl_xor_sync(full_warp, odd ? values[0] : values[1], 4);
+        const int row = first_row + half * 8 + lane / 8 * 2;
+        const int position = tile.begin + n * 8 + lane % 4 * 2 + odd;
+        if (row < rows && position < tile.end) {
+          epilogue.store(position, row, odd ? received : values[0], odd ? values[1] : received);
+        }
+      }
+    }
+  }
+};
+
+/* `rows` gives the address of the row at a position; the operand was set up for this block's weight rows, of which the
+ * epilogue stores those below `row_count`. */
+template <class Variant, int depth, int row_count, class Operand, class Rows, class Wait, class Epilogue>
+__device__ __forceinline__ void grouped_gemm(const Operand &operand, const Rows &rows, const Wait &wait,
+                                             const Epilogue &epilogue, const moeflow_tile &tile, int row_block) {
+  using Tokens = TokenTile<Variant, depth>;
+  static_assert(Variant::threads == 128 && Variant::tile_rows == 64 && Variant::tile_depth == 64, "four warps of 16 rows");
+  static_assert(Variant::tile_tokens == 8 || Variant::tile_tokens % 16 == 0, "column fragments come in pairs");
+  static_assert(depth % 8 == 0 && row_count % 8 == 0, "16-byte chunks and whole row pairs");
+  static_assert(Variant::stages >= 2, "a ring");
+  constexpr int steps = (depth + Variant::tile_depth - 1) / Variant::tile_depth;
+  constexpr int stage_bytes = Operand::stage_bytes + Tokens::stage_bytes;
+  __shared__ const uint8_t *row_table[Variant::tile_tokens];
+
+  const int count = tile.end - tile.begin;
+  wait.before(tile);
+  for (int i = threadIdx.x; i < Variant::tile_tokens; i += Variant::threads) {
+    row_table[i] = rows.at(tile.begin + (i < count ? i : 0));
+  }
+  __syncthreads();
+
+  const Tokens tokens = {row_table, count};
+  const shared_address ring = to_shared(dynamic_shared());
+  for (int step = 0; step < Variant::stages - 1; step++) {
+    if (step < steps) {
+      operand.copy(ring + step * stage_bytes, step);
+      tokens.copy(ring + step * stage_bytes + Operand::stage_bytes, step);
+    }
+    copy_commit();
+  }
+  Sums<Variant, Epilogue::matrices> sums = {};
+  int read = 0;
+  int write = Variant::stages - 1;
+  for (int step = 0; step < steps; step++) {
+    copy_wait<Variant::stages - 2>();
+    __syncthreads(); /* the step has arrived for all, and all are done with the stage that is written next */
+    if (step + Variant::stages - 1 < steps) {
+      operand.copy(ring + write * stage_bytes, step + Variant::stages - 1);
+      tokens.copy(ring + write * stage_bytes + Operand::stage_bytes, step + Variant::stages - 1);
+    }
+    copy_commit();
+    sums.template add<Operand, Tokens>(operand, ring + read * stage_bytes, ring + read * stage_bytes + Operand::stage_bytes);
+    read = read + 1 == Variant::stages ? 0 : read + 1;
+    write = write + 1 == Variant::stages ? 0 : write + 1;
+  }
+  sums.store(epilogue, tile, row_block * Variant::tile_rows + threadIdx.x / 32 * 16, row_count);
+}
+
+}  // namespace moeflow
+#endif

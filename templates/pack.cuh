@@ -1,0 +1,84 @@
+/* Sender: one block packs one token into a row for each peer. The header (with ids and weights) goes to all peers, the
+ * hidden state only to owners of a choice. Row 0 is written even with no tokens, since its header speaks for the whole
+ * source. */
+#ifndef MOEFLOW_PACK_CUH
+#define MOEFLOW_PACK_CUH
+
+#include "lane.cuh"
+#include "row.cuh"
+
+namespace moeflow {
+
+/* Where choice k of a token goes, -1 = nowhere: a bad id, a weight of exactly 0, or an expert that nobody owns. */
+template <class Model>
+__device__ __forceinline__ int32_t choice_place(const moeflow_pack_params &params, int token, int k) {
+  const int64_t choice = static_cast<int64_t>(token) * Model::top_k + k;
+  const int64_t id =
+      params.ids_int64 ? static_cast<const int64_t *>(params.ids)[choice] : static_cast<const int32_t *>(params.ids)[choice];
+  if (id < 0 || id >= Model::experts || params.weights[choice] == 0.0f) return MOEFLOW_PLACE_NONE;
+  const int32_t *replicas = params.places + id * params.replicas;
+  uint32_t count = 0;
+  while (count < static_cast<uint32_t>(params.replicas) && replicas[count] >= 0) count++;
+  if (count == 0) return MOEFLOW_PLACE_NONE;
+  const int32_t place = replicas[moeflow_replica(params.rank, token, count)];
+  return moeflow_place_owner(place) < params.ranks ? place : MOEFLOW_PLACE_NONE;
+}
+
+template <class Model>
+constexpr int header_words = 4 + 2 * Model::top_k;
+template <class Model>
+constexpr int header_vectors = (header_words<Model> + 3) / 4;
+
+/* Header, ids and weights into shared `words`, padded with zeros to whole vectors; places and weights kept for combine. */
+template <class Model>
+__device__ __forceinline__ void stage_header(const moeflow_pack_params &params, bool poison, int token, int tokens,
+                                             uint32_t *words) {
+  const int i = threadIdx.x;
+  if (i == 0) {
+    words[0] = params.lane->epoch;
+    words[1] = tokens;
+    words[2] = params.tokens_max;
+    words[3] = poison ? params.flags | MOEFLOW_ROW_POISONED : params.flags;
+  }
+  if (i < header_vectors<Model> * 4 - header_words<Model>) words[header_words<Model> + i] = 0;
+  if (i >= Model::top_k) return;
+  const bool live = token < tokens;
+  const int64_t choice = static_cast<int64_t>(token) * Model::top_k + i;
+  const int32_t place = live ? choice_place<Model>(params, token, i) : MOEFLOW_PLACE_NONE;
+  const float weight = live ? params.weights[choice] : 0.0f;
+  words[4 + i] = static_cast<uint32_t>(place);
+  words[4 + Model::top_k + i] = __float_as_uint(weight);
+  if (!live) return;
+  params.token_places[choice] = place;
+  params.token_weights[choice] = weight;
+}
+
+template <class Model, class Variant>
+__device__ __forceinline__ void pack(const moeflow_pack_params &params) {
+  __shared__ uint4 header[header_vectors<Model>];
+  __shared__ OwnerList owners;
+  const int token = blockIdx.x;
+  const bool poison = poisoned(params.lane);
+  const int tokens = poison ? 0 : params.tokens;
+  if (token > 0 && token >= tokens) return;
+  if (token == 0 && threadIdx.x == 0) store_system(&params.record->started, params.lane->epoch);
+
+  uint32_t *words = reinterpret_cast<uint32_t *>(header);
+  stage_header<Model>(params, poison, token, tokens, words);
+  list_owners<Model::top_k>(reinterpret_cast<const int32_t *>(words + 4), 0, params.ranks, owners);
+
+  const int lane = threadIdx.x % 32;
+  for (int peer = threadIdx.x / 32; peer < params.ranks; peer += Variant::threads / 32) {
+    uint4 *to = reinterpret_cast<uint4 *>(row_out(params.out, peer, token, Row<Model>::bytes));
+    if (lane < header_vectors<Model>) to[lane] = header[lane];
+  }
+  const uint4 *hidden = reinterpret_cast<const uint4 *>(params.hidden) + static_cast<int64_t>(token) * (Model::hidden / 8);
+  for (int i = 0; i < owners.count; i++) {
+    uint8_t *row = row_out(params.out, owners.owner[i], token, Row<Model>::bytes);
+    uint4 *to = reinterpret_cast<uint4 *>(row + Row<Model>::hidden);
+    for (int j = threadIdx.x; j < Model::hidden / 8; j += Variant::threads) to[j] = hidden[j];
+  }
+}
+
+}  // namespace moeflow
+#endif

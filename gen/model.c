@@ -20,13 +20,7 @@ moeflow_status model_add_arch(struct model_deploy *deploy, const char *name) {
 
 /* ---- Rules of a deployment ---- */
 
-static int64_t power_of_two(int64_t value) {
-  int64_t power = 1;
-  while (power < value) power *= 2;
-  return power;
-}
-
-/* Entry numbers on an owner are 32-bit: ranks * rows * K, rows rounded up to a power of two. */
+/* Entry numbers on an owner are 32-bit: ranks * C * K of them. */
 moeflow_status model_check_deploy(const struct model *model, const char **path) {
   const struct spec *spec = &model->spec;
   const struct model_deploy *deploy = &model->deploy;
@@ -36,13 +30,13 @@ moeflow_status model_check_deploy(const struct model *model, const char **path) 
                       spec->experts);
   }
   *path = "deploy.capacity";
-  int64_t entries = deploy->ep * power_of_two(deploy->capacity) * spec->top_k;
+  int64_t entries = (int64_t)deploy->ep * deploy->capacity * spec->top_k;
   if (entries > INT32_MAX) {
     return status_set(
         MOEFLOW_ERROR_ARGUMENT,
-        "deploy.capacity is %d: %d ranks of %lld rows (the next power of two) and %d choices make %lld entries, more "
-        "than the 2147483647 that a step can number",
-        deploy->capacity, deploy->ep, (long long)power_of_two(deploy->capacity), spec->top_k, (long long)entries);
+        "deploy.capacity is %d: %d tokens of %d ranks and %d choices make %lld entries, more than the 2147483647 that a "
+        "step can number",
+        deploy->capacity, deploy->capacity, deploy->ep, spec->top_k, (long long)entries);
   }
   return MOEFLOW_OK;
 }

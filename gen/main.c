@@ -1,0 +1,19 @@
+#include <stdio.h>
+
+#include "environment.h"
+#include "options.h"
+
+#define EXIT_IO 6
+
+int main(int argc, char **argv) {
+  struct gen_options options;
+  const struct gen_command *command;
+  int exit_code;
+  environment_warn("moeflow-gen", stderr);
+  if (gen_options_parse(argc, argv, &options, &command, &exit_code)) exit_code = command->run(&options);
+  if (fflush(stdout) != 0 || ferror(stdout)) {
+    fprintf(stderr, "moeflow-gen: the results could not be written to standard output\n");
+    if (exit_code == 0) exit_code = EXIT_IO;
+  }
+  return exit_code;
+}

@@ -14,8 +14,8 @@ static int test_checks, test_failures;
     test_checks++;                                                        \
     if (!(condition)) {                                                   \
       test_failures++;                                                    \
-      fprintf(stderr, "%s:%d: not true: %s: ", __FILE__, __LINE__, #condition); \
-      fprintf(stderr, "" __VA_ARGS__);                                    \
+      fprintf(stderr, "%s:%d: not true: %s:", __FILE__, __LINE__, #condition); \
+      fprintf(stderr, " " __VA_ARGS__);                                   \
       fputc('\n', stderr);                                                \
     }                                                                     \
   } while (0)

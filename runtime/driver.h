@@ -41,9 +41,11 @@
   X(cuStreamSynchronize)       \
   X(cuStreamIsCapturing)
 
-/* Absent from older drivers, or called by moeflow-run alone; NULL when absent. */
+/* Absent from older drivers, or called by the tools alone; NULL when absent. */
 #define DRIVER_OPTIONAL(X)  \
   X(cuFuncLoad)             \
+  X(cuDeviceTotalMem)       \
+  X(cuDeviceCanAccessPeer)  \
   X(cuStreamBeginCapture)   \
   X(cuStreamEndCapture)     \
   X(cuGraphInstantiate)     \

@@ -40,6 +40,10 @@ static const struct option_row {
     {'T', 0, "templates", "DIR", OPTION_TEXT, offsetof(struct gen_options, templates), 0,
      "kernel templates to use instead of the built-in ones"},
     {'o', 1, "output", "DIR", OPTION_TEXT, offsetof(struct gen_options, output), 0, "folder to write to"},
+    {'g', 0, "digest", NULL, OPTION_FLAG, offsetof(struct gen_options, digest), 0,
+     "print one SHA-256 over all units and their templates, the same on every machine"},
+    {'l', 0, "lineinfo", NULL, OPTION_FLAG, offsetof(struct gen_options, lineinfo), 0,
+     "put source lines into the cubins, for profilers; part of their keys"},
     {'f', 0, "format", "FORMAT", OPTION_FORMAT, offsetof(struct gen_options, format), 0, "table or json"},
     {'F', 0, "format", "FORMAT", OPTION_FORMAT, offsetof(struct gen_options, format), 0,
      "table, json, or spec: the canonical spec text"},
@@ -49,10 +53,10 @@ static const struct option_row {
 #define OPTION_ROWS (int)(sizeof option_table / sizeof *option_table)
 
 static const struct gen_command commands[] = {
-    {"build", "MODEL.yaml", "compile the cubins that a model needs into the cache", "tecadjnTfhV", command_build},
+    {"build", "MODEL.yaml", "compile the cubins that a model needs into the cache", "tecadjnTlfhV", command_build},
     {"explain", "MODEL.yaml", "show rows, memory, kernel variants and why; compare with the cache", "tecadTFhV",
      command_explain},
-    {"emit", "MODEL.yaml", "write the instantiated kernel sources", "tecaTofhV", command_emit},
+    {"emit", "MODEL.yaml", "write the instantiated kernel sources", "tecaTogfhV", command_emit},
     {"list", NULL, "show what the cache holds", "dfhV", command_list},
     {"verify", NULL, "check every byte of the cache", "dfhV", command_verify},
     {"doctor", NULL, "check toolchain, driver, GPUs, NCCL and cache", "dfhV", command_doctor},

@@ -56,7 +56,7 @@ static const struct constant {
     {"hidden", "int", value_hidden,
      K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(DOWN) | K(IDENTITY) | K(OWNER_REDUCE) | COMBINES},
     {"intermediate", "int", value_intermediate, K(GATE_UP) | K(DOWN)},
-    {"experts", "int", value_experts, K(ROUTER)},
+    {"experts", "int", value_experts, K(ROUTER) | K(PACK)},
     {"top_k", "int", value_top_k,
      K(ROUTER) | K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(IDENTITY) | K(OWNER_REDUCE) | COMBINES},
     {"score", "int", value_score, K(ROUTER)},

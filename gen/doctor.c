@@ -144,8 +144,7 @@ static void look_at_peers(struct report *report, int gpus) {
 static void look_at_driver(struct report *report) {
   int gpus = 0;
   if (driver_load() != MOEFLOW_OK) {
-    add(report, "driver", FINDING_ABSENT, "cubins build all the same; the layer runs on the CPU backend", "%s",
-        moeflow_last_error());
+    add(report, "driver", FINDING_ABSENT, "cubins build without it", "%s", moeflow_last_error());
     return;
   }
   add(report, "driver", FINDING_OK, NULL, "for CUDA %d.%d", driver.version / 1000, driver.version % 1000 / 10);

@@ -149,8 +149,8 @@ static void print_bill(const struct explanation *x) {
   if (bill->local_experts_min == bill->local_experts_max) {
     printf("  %d experts a rank\n", bill->local_experts_max);
   } else {
-    printf("  %d experts do not divide by %d ranks: %d of them own %d, %d own %d\n", s->experts, ep, bill->ranks_with_max,
-           bill->local_experts_max, ep - bill->ranks_with_max, bill->local_experts_min);
+    printf("  %d experts do not divide by %d ranks: ranks with %d experts: %d, with %d: %d\n", s->experts, ep,
+           bill->local_experts_max, bill->ranks_with_max, bill->local_experts_min, ep - bill->ranks_with_max);
   }
 }
 

@@ -256,9 +256,9 @@ static void parse_options(struct parse *parse, int argc, char **argv) {
     int code = getopt_long(argc, argv, shorts, longs, NULL);
     if (code == -1) return;
     if (code == '?' || code == ':') {
-      const char *what = code == ':' ? "needs a value" : "is not an option here, is ambiguous or takes no value";
+      const char *what = code == ':' ? "needs a value" : optopt >= 256 ? "takes no value" : "is an unknown option";
       if (optopt && optopt < 256 && argv[before][1] != '-') {
-        usage_error(parse, "-%c %s", optopt, what);
+        usage_error(parse, "'-%c' %s", optopt, what);
       } else {
         usage_error(parse, "'%.64s' %s", argv[before], what);
       }

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bill.h"
 #include "command.h"
 #include "json.h"
 #include "pool.h"
@@ -28,6 +29,7 @@ struct build {
   struct toolchain toolchain;
   struct store store;
   struct units units;
+  struct bill bill; /* of one rank, by --ep and --capacity */
   struct row *rows; /* one per unit */
   int *missing;     /* units to compile */
   int missing_count;
@@ -216,6 +218,7 @@ static moeflow_status run(struct build *build) {
   CHECK(model_load(options->model, &options->overrides, &build->model));
   CHECK(model_buildable(&build->model));
   CHECK(units_make(&build->model, options->templates, options->lineinfo, &build->units));
+  CHECK(bill_make(&build->model, &build->units.drafts[0].plan, &build->bill));
   CHECK(toolchain_find(&build->toolchain));
   CHECK(units_keys(&build->units, &build->toolchain));
   build->rows = calloc((size_t)build->units.count, sizeof *build->rows);
@@ -286,6 +289,10 @@ static void print_json(const struct build *build) {
   json_key(&json, "cache"), json_string(&json, build->store.path);
   json_key(&json, "dry_run"), json_bool(&json, build->options->dry_run);
   json_key(&json, "toolchain"), json_string(&json, build->toolchain.identity);
+  json_key(&json, "ep"), json_int(&json, build->model.deploy.ep);
+  json_key(&json, "capacity"), json_int(&json, build->model.deploy.capacity);
+  json_key(&json, "lane_bytes"), json_int(&json, build->bill.lane);
+  json_key(&json, "weight_bytes"), json_int(&json, build->bill.weights);
   json_key(&json, "plans");
   json_array(&json);
   for (int a = 0; a < build->units.arch_count; a++) {
@@ -317,6 +324,8 @@ static void print_table(const struct build *build) {
     plan_file_name(&build->units.drafts[a].plan, name);
     printf("plan %s\n", name);
   }
+  printf("one rank of %d, %d tokens each: %.1f MB a lane, %.1f MB of expert weights a layer\n", build->model.deploy.ep,
+         build->model.deploy.capacity, (double)build->bill.lane / 1e6, (double)build->bill.weights / 1e6);
   printf("%s %s: %d variants, %d compiled, %d hits, %d missing in %.2f s; cache %s%s\n", build->model.spec.name,
          spec_dtype_name(build->model.spec.dtype), build->units.count, count_rows(build, ROW_COMPILED),
          count_rows(build, ROW_HIT), count_rows(build, ROW_MISSING), build->seconds, build->store.path,

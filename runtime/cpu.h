@@ -9,8 +9,6 @@
 #include "cpu_pool.h"
 #include "internal.h"
 
-#define CPU_TILE_TOKENS 32 /* positions that share one pass over an expert's weights */
-
 /* Versions of a function for wider vector units, picked when the library is loaded. Sums keep their order: vector code here
  * is written with explicit lanes and compiled without contraction, so all versions give the same bits. */
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \

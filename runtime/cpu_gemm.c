@@ -7,7 +7,8 @@
 
 #include "cpu.h"
 
-#define TOKENS 4 /* positions per inner kernel: 2 weight rows x 4 tokens are 8 vector accumulators */
+#define TOKENS_MAX 32 /* positions that share one pass over an expert's weights */
+#define TOKENS 4      /* positions per inner kernel: 2 weight rows x 4 tokens are 8 vector accumulators */
 
 typedef uint16_t halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint32_t words __attribute__((vector_size(64)));
@@ -89,11 +90,11 @@ static float activate(const struct spec *spec, float gate, float up) {
   return gate / (1.0f + expf(-gate)) * up;
 }
 
-static void gate_up_tile(const struct task *task, const uint8_t *matrix, int64_t row_stride, int32_t begin, int count) {
+static void gate_up_tokens(const struct task *task, const uint8_t *matrix, int64_t row_stride, int32_t begin, int count) {
   const struct moeflow_gate_up_params *p = task->gate_up;
   const struct spec *spec = task->call->spec;
-  const uint16_t *tokens[CPU_TILE_TOKENS];
-  float products[2 * CPU_TILE_TOKENS];
+  const uint16_t *tokens[TOKENS_MAX];
+  float products[2 * TOKENS_MAX];
   for (int t = 0; t < count; t++) {
     const uint8_t *row = cpu_row(spec, &p->in, p->entries[begin + t] / spec->top_k);
     tokens[t] = (const uint16_t *)(row + moeflow_row_hidden_offset(spec->top_k));
@@ -102,28 +103,28 @@ static void gate_up_tile(const struct task *task, const uint8_t *matrix, int64_t
     const int64_t step = (int64_t)i * p->row_step;
     const uint16_t *const rows[2] = {(const uint16_t *)(matrix + (p->gate_row + step) * row_stride),
                                      (const uint16_t *)(matrix + (p->up_row + step) * row_stride)};
-    multiply(rows, tokens, count, spec->hidden, products, CPU_TILE_TOKENS);
+    multiply(rows, tokens, count, spec->hidden, products, TOKENS_MAX);
     for (int t = 0; t < count; t++) {
-      const float value = activate(spec, products[t], products[CPU_TILE_TOKENS + t]);
+      const float value = activate(spec, products[t], products[TOKENS_MAX + t]);
       p->activations[(int64_t)(begin + t) * spec->intermediate + i] = cpu_to_bf16(value);
     }
   }
 }
 
-static void down_tile(const struct task *task, const uint8_t *matrix, int64_t row_stride, int32_t begin, int count) {
+static void down_tokens(const struct task *task, const uint8_t *matrix, int64_t row_stride, int32_t begin, int count) {
   const struct moeflow_down_params *p = task->down;
   const struct spec *spec = task->call->spec;
-  const uint16_t *tokens[CPU_TILE_TOKENS];
-  float products[2 * CPU_TILE_TOKENS];
+  const uint16_t *tokens[TOKENS_MAX];
+  float products[2 * TOKENS_MAX];
   for (int t = 0; t < count; t++) tokens[t] = p->activations + (int64_t)(begin + t) * spec->intermediate;
   for (int row = 0; row < spec->hidden; row += 2) { /* the width is even */
     const uint16_t *const rows[2] = {(const uint16_t *)(matrix + row * row_stride),
                                      (const uint16_t *)(matrix + (row + 1) * row_stride)};
-    multiply(rows, tokens, count, spec->intermediate, products, CPU_TILE_TOKENS);
+    multiply(rows, tokens, count, spec->intermediate, products, TOKENS_MAX);
     for (int t = 0; t < count; t++) {
       float *out = p->outputs + (int64_t)(begin + t) * spec->hidden + row;
       out[0] = products[t];
-      out[1] = products[CPU_TILE_TOKENS + t];
+      out[1] = products[TOKENS_MAX + t];
     }
   }
 }
@@ -150,14 +151,15 @@ static void run_tiles(void *argument, int64_t unit) {
     task->lend_failed = 1 + expert;
     return;
   }
-  for (int64_t tile = unit; tile < task->tile_count && task->tiles[tile].expert == expert; tile++) {
-    for (int32_t begin = task->tiles[tile].begin; begin < task->tiles[tile].end; begin += CPU_TILE_TOKENS) {
-      const int32_t left = task->tiles[tile].end - begin;
-      const int count = left < CPU_TILE_TOKENS ? left : CPU_TILE_TOKENS;
-      if (task->down)
-        down_tile(task, matrix, row_stride, begin, count);
-      else
-        gate_up_tile(task, matrix, row_stride, begin, count);
+  int64_t last = unit; /* positions of one expert are contiguous, so its tiles are one run */
+  while (last + 1 < task->tile_count && task->tiles[last + 1].expert == expert) last++;
+  const int32_t end = task->tiles[last].end;
+  for (int32_t begin = task->tiles[unit].begin; begin < end; begin += TOKENS_MAX) {
+    const int count = end - begin < TOKENS_MAX ? end - begin : TOKENS_MAX;
+    if (task->down) {
+      down_tokens(task, matrix, row_stride, begin, count);
+    } else {
+      gate_up_tokens(task, matrix, row_stride, begin, count);
     }
   }
 }

@@ -4,7 +4,8 @@
 #   scripts/gpu_check.sh [--out DIR] [--results DIR]   DIR: tests/gpu; with --results each checked run's JSON is kept there
 #   scripts/gpu_check.sh --digest                      prints what identifies the code under test: 64 hex digits
 #
-# The digest covers runtime/, templates/ and the kernels' emitted sources for sm_90a and the models below, by path and content.
+# The digest covers runtime/ by path and content, and the kernels' emitted sources with the templates that they include, for sm_90a
+# and the models below.
 # Equal digests mean that the last GPU run vouches for this code. MOEFLOW_BIN overrides build/bin, MOEFLOW_CACHE_DIR the cache
 # (default: a temporary one, built first).
 set -euo pipefail
@@ -28,19 +29,15 @@ cd "$root"
 [ -x "$bin/moeflow-gen" ] || { echo "gpu_check.sh: $bin/moeflow-gen is not built" >&2; exit 5; }
 
 digest() {
-  local work model
-  work=$(mktemp -d)
-  if [ -n "$(find gen templates -newer "$bin/moeflow-gen" -name '*.[ch]*' | head -1)" ]; then
-    echo "gpu_check.sh: moeflow-gen is older than its sources: build first, or the digest is of an older generator" >&2
+  local model units
+  if [ -n "$(find gen -newer "$bin/moeflow-gen" -name '*.[ch]' | head -n 1)" ]; then
+    echo "gpu_check.sh: $bin/moeflow-gen is older than gen/: build first, or this is the digest of an older generator" >&2
   fi
-  for model in "${models[@]}"; do
-    "$bin/moeflow-gen" emit "models/$model.yaml" --dtype bf16 --arch sm_90a -o "$work/$model" >/dev/null || { rm -rf "$work"; return 1; }
-  done
-  {
-    find runtime templates -name '*.[ch]*' -type f | LC_ALL=C sort | xargs sha256sum
-    (cd "$work" && find . -type f | LC_ALL=C sort | xargs sha256sum)
-  } | sha256sum | cut -d' ' -f1
-  rm -rf "$work"
+  units=$(for model in "${models[@]}"; do
+    "$bin/moeflow-gen" emit "models/$model.yaml" --dtype bf16 --arch sm_90a --templates templates --digest || exit
+    echo "$model"
+  done) || return
+  { find runtime -name '*.[ch]' -type f | LC_ALL=C sort | xargs sha256sum && echo "$units"; } | sha256sum | cut -d' ' -f1
 }
 
 if [ -n "$only_digest" ]; then digest; exit; fi
@@ -78,7 +75,7 @@ checked() {
 same_for_every_ep() {
   local model=$1 ep hash first=
   for ep in 1 2 3 4 8; do
-    "$bin/moeflow-run" "$model" --dtype bf16 --transport local --ep $ep --tokens 8 --check --format json >"$logs/choices-$ep.json" || return
+    "$bin/moeflow-run" "$model" --dtype bf16 --transport local --ep "$ep" --tokens 8 --check --format json >"$logs/choices-$ep.json" || return
     hash=$(sed -n 's/.*"output_rank0" *: *"\([0-9a-f]*\)".*/\1/p' "$logs/choices-$ep.json" | head -1)
     [ -n "$hash" ] || { echo "EP=$ep: the result has no output_rank0"; return 1; }
     echo "EP=$ep: $hash"

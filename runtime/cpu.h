@@ -40,6 +40,9 @@ moeflow_status cpu_combine(const struct cpu_call *call, const void *params);
 moeflow_status cpu_combine_ring(const struct cpu_call *call, const void *params);
 moeflow_status cpu_fill(const struct cpu_call *call, const void *params);
 
+/* What combine returns for a step whose weights were not lent; MOEFLOW_OK for any other. */
+moeflow_status cpu_lend_failure(const struct moeflow_lane *lane, const struct moeflow_record *record);
+
 static inline float cpu_from_bf16(uint16_t bits) {
   const uint32_t wide = (uint32_t)bits << 16;
   float value;

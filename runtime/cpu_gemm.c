@@ -164,26 +164,35 @@ static void run_tiles(void *argument, int64_t unit) {
   }
 }
 
-/* Without weights the step has no result: the lane is poisoned, so that nobody takes stale sums for one. */
-static void poison_lane(const struct cpu_call *call, struct moeflow_lane *lane) {
-  const struct moeflow_group *group = call->layer->group;
-  struct moeflow_record unread;
-  struct moeflow_record *record = &unread;
+static struct moeflow_record *record_of(const struct moeflow_layer *layer, const struct moeflow_lane *lane) {
+  const struct moeflow_group *group = layer->group;
   for (int i = 0; group && i < group->lane_count; i++) {
-    if (group->lanes[i].state == lane) record = group->lanes[i].record;
+    if (group->lanes[i].state == lane) return group->lanes[i].record;
   }
-  const uint32_t rank = group ? (uint32_t)group->rank : 0;
-  cpu_poison(lane, record, MOEFLOW_POISON_ABORT, rank, MOEFLOW_PHASE_EXPERTS, 0, 0);
+  return NULL;
 }
 
+/* Without weights the step has no result. The lane is poisoned, so that nobody takes stale sums for one, and the step goes
+ * on, so that the peers learn of it; combine then reports what happened (cpu_lend_failure). */
 static moeflow_status run_task(struct task *task, struct moeflow_lane *lane) {
+  struct moeflow_record unread;
   if (cpu_poisoned(lane)) return MOEFLOW_OK;
   cpu_pool_run(task->call->pool, task->call->threads, task->tile_count, run_tiles, task);
   if (!task->lend_failed) return MOEFLOW_OK;
-  poison_lane(task->call, lane);
+  struct moeflow_record *record = record_of(task->call->layer, lane);
+  const uint32_t rank = task->call->layer->group ? (uint32_t)task->call->layer->group->rank : 0;
+  cpu_poison(lane, record ? record : &unread, MOEFLOW_POISON_ABORT, rank, MOEFLOW_PHASE_EXPERTS,
+             (uint32_t)task->lend_failed - 1, task->down != NULL);
+  return MOEFLOW_OK;
+}
+
+moeflow_status cpu_lend_failure(const struct moeflow_lane *lane, const struct moeflow_record *record) {
+  if (record->poison != MOEFLOW_POISON_ABORT || record->phase != MOEFLOW_PHASE_EXPERTS || record->step != lane->epoch) {
+    return MOEFLOW_OK;
+  }
   return status_set(MOEFLOW_ERROR_ARGUMENT,
-                    "the weights callback returned NULL for local expert %d (%s); the group is poisoned",
-                    task->lend_failed - 1, task->down ? "down" : "gate_up");
+                    "`lend` returned NULL for the %s matrix of local expert %u; the group is poisoned and the output NaN",
+                    record->theirs ? "down" : "gate_up", record->mine);
 }
 
 moeflow_status cpu_gate_up(const struct cpu_call *call, const void *params) {

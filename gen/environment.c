@@ -10,6 +10,10 @@ const struct environment_variable environment_table[] = {
     {"MOEFLOW_CUDA_LIB", "path of libcuda.so.1, the driver"},
     {"MOEFLOW_LOG", "moeflow-run: error, warning, info or debug; what the library's log prints"},
     {"MOEFLOW_TIMEOUT_S", "moeflow-run: seconds to wait for a silent peer"},
+    {"MOEFLOW_LIBRARY", "Python: path of libmoeflow.so"},
+    {"MOEFLOW_GEN", "Python: path of moeflow-gen"},
+    {"MOEFLOW_BIN", "scripts: folder of the tools, in place of build/bin"},
+    {"MOEFLOW_NO_SYSTEM_CUDA", "set-up and CMake: 1 ignores CUDA toolkits and takes the pip wheels in .venv"},
     {NULL, NULL},
 };
 

@@ -121,9 +121,15 @@ int64_t layer_token_bytes(const struct moeflow_layer *layer, enum moeflow_phase 
 int64_t layer_block_bytes(const struct moeflow_layer *layer, enum moeflow_phase phase, int rows);
 int64_t group_block_bytes(const struct moeflow_group *group, enum moeflow_phase phase);
 
+/* MOEFLOW_ERROR_UNSUPPORTED when a step of up to tokens_max tokens would need more blocks than a grid may have. */
+moeflow_status layer_check_grids(const struct moeflow_layer *layer, int tokens_max);
+
 /* What the ranks agree on before anybody goes on: each rank brings its own status (and its last message when that is a
  * failure). Returns MOEFLOW_OK when all are; this rank's own failure; else MOEFLOW_ERROR_PEER with the peer's message. */
 moeflow_status group_agree(struct moeflow_group *group, moeflow_status mine);
+
+/* Gives the group up: the abort word ends waits on peers, every lane is poisoned. Any thread; the device is current. */
+void group_poison(struct moeflow_group *group);
 
 /* Memory from the group's allocator or the backend, zero-filled. */
 moeflow_status group_allocate(struct moeflow_group *group, size_t bytes, void **memory);

@@ -1,0 +1,105 @@
+#include "arena.h"
+
+#define ARENA_ALIGN 256
+#define SPEC_ONLY_TILE_TOKENS 8 /* CPU backend from spec text: no variants, see forward.c */
+
+/* The most of each quantity over the group's contexts, for a full step: C tokens from every rank. */
+struct counts {
+  int64_t choices; /* C * K */
+  int64_t entries; /* ranks * C * K */
+  int64_t chunks;
+  int64_t tiles;
+  int64_t activations; /* entries * I */
+  int64_t outputs;     /* entries * H */
+};
+
+static void raise_to(int64_t *most, int64_t value) {
+  if (value > *most) *most = value;
+}
+
+static void count_tiles(const struct plan *plan, int64_t entries, int local_experts, int64_t *tiles) {
+  raise_to(tiles, moeflow_tiles_max(entries, local_experts, SPEC_ONLY_TILE_TOKENS));
+  for (int i = 0; i < plan->variant_count; i++) {
+    if (plan->variants[i].kernel != KERNEL_GATE_UP) continue;
+    raise_to(tiles, moeflow_tiles_max(entries, local_experts, plan->variants[i].tile_tokens));
+  }
+}
+
+static struct counts count(const struct moeflow_group *group) {
+  struct counts most = {0};
+  int64_t rows = (int64_t)group->ranks * group->capacity;
+  most.chunks = (rows + MOEFLOW_CHUNK_ROWS - 1) / MOEFLOW_CHUNK_ROWS;
+  for (int i = 0; i < group->context_count; i++) {
+    const struct plan *plan = &group->contexts[i]->plan;
+    int64_t entries = rows * plan->spec.top_k; /* at most 2^31 - 1: the configuration was checked */
+    raise_to(&most.choices, (int64_t)group->capacity * plan->spec.top_k);
+    raise_to(&most.entries, entries);
+    raise_to(&most.activations, entries * plan->spec.intermediate);
+    raise_to(&most.outputs, entries * plan->spec.hidden);
+    count_tiles(plan, entries, group->local_experts_max, &most.tiles);
+  }
+  return most;
+}
+
+struct arena {
+  uint8_t *base; /* NULL while adding up */
+  size_t used;
+  int overflow;
+};
+
+static void *take(struct arena *arena, int64_t number, size_t size) {
+  size_t bytes, end;
+  void *memory = arena->base ? arena->base + arena->used : NULL;
+  if (number < 0 || __builtin_mul_overflow((size_t)number, size, &bytes) ||
+      __builtin_add_overflow(arena->used, bytes, &end) || __builtin_add_overflow(end, ARENA_ALIGN - 1, &end)) {
+    arena->overflow = 1;
+    return NULL;
+  }
+  arena->used = end / ARENA_ALIGN * ARENA_ALIGN;
+  return memory;
+}
+
+static void cut(const struct moeflow_group *group, struct group_lane *lane, struct arena *arena) {
+  const struct counts most = count(group);
+  const int64_t ranks = group->ranks;
+  const int two_sided = !group->comm->ops->one_sided;
+  const size_t row_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_DISPATCH);
+  const size_t return_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_RETURN);
+  lane->state = take(arena, 1, sizeof *lane->state);
+  lane->flags = take(arena, 3 * ranks, sizeof *lane->flags);
+  lane->peer_flags = take(arena, ranks, sizeof *lane->peer_flags);
+  lane->dispatch_targets = take(arena, ranks, sizeof *lane->dispatch_targets);
+  lane->return_targets = take(arena, ranks, sizeof *lane->return_targets);
+  lane->send = two_sided ? take(arena, ranks, row_block) : NULL;
+  lane->received = take(arena, ranks, row_block);
+  lane->return_send = two_sided ? take(arena, ranks, return_block) : NULL;
+  lane->returned = take(arena, ranks, return_block);
+  lane->ids = take(arena, most.choices, sizeof *lane->ids);
+  lane->weights = take(arena, most.choices, sizeof *lane->weights);
+  lane->token_places = take(arena, most.choices, sizeof *lane->token_places);
+  lane->token_weights = take(arena, most.choices, sizeof *lane->token_weights);
+  lane->chunk_counts = take(arena, most.chunks * group->local_experts_max, sizeof *lane->chunk_counts);
+  lane->expert_offsets = take(arena, (int64_t)group->local_experts_max + 1, sizeof *lane->expert_offsets);
+  lane->entries = take(arena, most.entries, sizeof *lane->entries);
+  lane->positions = take(arena, most.entries, sizeof *lane->positions);
+  lane->tiles = take(arena, most.tiles, sizeof *lane->tiles);
+  lane->tile_count = take(arena, 1, sizeof *lane->tile_count);
+  lane->activations = take(arena, most.activations, sizeof *lane->activations);
+  lane->outputs = take(arena, most.outputs, sizeof *lane->outputs);
+}
+
+moeflow_status arena_bytes(const struct moeflow_group *group, size_t *bytes) {
+  struct arena arena = {.base = NULL};
+  struct group_lane lane;
+  cut(group, &lane, &arena);
+  *bytes = arena.used;
+  if (!arena.overflow) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_ARGUMENT,
+                    "the buffers of a lane exceed the address space: %d ranks, capacity %d, %lld bytes a row", group->ranks,
+                    group->capacity, (long long)group->row_bytes_max);
+}
+
+void arena_assign(const struct moeflow_group *group, struct group_lane *lane) {
+  struct arena arena = {.base = lane->arena};
+  cut(group, lane, &arena);
+}

@@ -1,0 +1,390 @@
+/* moeflow_forward: one step, from this rank's tokens to their owners and back. Nothing here allocates, synchronises, reads
+ * the environment or waits, so a step may be captured into a graph. */
+#include <stdio.h>
+#include <string.h>
+
+#include "internal.h"
+
+/* The CPU backend opened from spec text has no variants: tiles as small as any variant's, one row block. */
+#define SPEC_ONLY_TILE_TOKENS 8
+#define ROUTER_THREADS 128
+#define IDENTITY_BLOCKS_MAX 1024
+
+/* What one step's kernels have in common. */
+struct step {
+  struct moeflow_layer *layer;
+  struct moeflow_group *group;
+  struct moeflow_context *context;
+  struct group_lane *lane;
+  const struct spec *spec;
+  const moeflow_forward_args *args;
+  int tokens; /* of this rank; 0 when it joins with an error mark */
+  int tokens_max;
+  int rows; /* R */
+  uint32_t row_flags;
+  int64_t entries; /* ranks * R * K */
+  struct plan_bucket bucket;
+  struct moeflow_rows_in in;
+};
+
+/* ---- Grids ---- */
+
+static int64_t blocks_for(int64_t items, int64_t per_block) {
+  return (items + per_block - 1) / per_block;
+}
+
+static int tile_tokens(const struct plan *plan, const struct plan_bucket *bucket) {
+  const struct plan_variant *variant = plan_variant(plan, KERNEL_GATE_UP, bucket->gate_up);
+  return variant ? variant->tile_tokens : SPEC_ONLY_TILE_TOKENS;
+}
+
+/* Blocks of a grouped GEMM with `columns` outputs a row: every tile there may be, times the blocks across its columns. */
+static int64_t gemm_blocks(const struct plan *plan, const struct plan_bucket *bucket, enum kernel_id kernel, int64_t entries,
+                           int local_experts, int64_t columns) {
+  const int number = kernel == KERNEL_GATE_UP ? bucket->gate_up : bucket->down;
+  const struct plan_variant *variant = plan_variant(plan, kernel, number);
+  return moeflow_tiles_max(entries, local_experts, tile_tokens(plan, bucket)) *
+         blocks_for(columns, variant ? variant->tile_rows : columns);
+}
+
+moeflow_status layer_check_grids(const struct moeflow_layer *layer, int tokens_max) {
+  const struct plan *plan = &layer->context->plan;
+  for (int tokens = 1, rows = 0; rows < layer_rows(layer->group, tokens_max); tokens = rows + 1) {
+    rows = layer_rows(layer->group, tokens);
+    const int64_t received = (int64_t)layer->group->ranks * rows, entries = received * plan->spec.top_k;
+    const struct plan_bucket *bucket = plan_bucket_for(plan, received);
+    const int64_t up = gemm_blocks(plan, bucket, KERNEL_GATE_UP, entries, layer->local_experts, plan->spec.intermediate);
+    const int64_t down = gemm_blocks(plan, bucket, KERNEL_DOWN, entries, layer->local_experts, plan->spec.hidden);
+    if (up <= INT32_MAX && down <= INT32_MAX) continue;
+    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "%d ranks x %d rows need %lld blocks in one grid, more than 2^31 - 1",
+                      layer->group->ranks, rows, (long long)(up > down ? up : down));
+  }
+  return MOEFLOW_OK;
+}
+
+/* ---- The kernels, in the order of a step ---- */
+
+static moeflow_status launch(const struct step *step, enum kernel_id kernel, int variant, int64_t blocks, void *params) {
+  const struct launch launch = {.layer = step->layer,
+                                .kernel = kernel,
+                                .variant = variant,
+                                .blocks = blocks,
+                                .params = params,
+                                .stream = step->args->stream};
+  return step->context->backend->launch(step->context, &launch);
+}
+
+static int takes_logits(const struct step *step) {
+  return step->args->logits != NULL;
+}
+
+static moeflow_status route(const struct step *step) {
+  if (!takes_logits(step) || step->tokens == 0) return MOEFLOW_OK;
+  const struct plan_variant *variant = plan_variant(&step->context->plan, KERNEL_ROUTER, 0);
+  struct moeflow_router_params params = {
+      .lane = step->lane->state,
+      .logits = step->args->logits,
+      .bias = step->spec->correction_bias ? step->layer->correction_bias : NULL,
+      .ids = step->lane->ids,
+      .weights = step->lane->weights,
+      .tokens = step->tokens,
+      .logits_bf16 = step->args->logits_dtype == MOEFLOW_DTYPE_BFLOAT16,
+  };
+  return launch(step, KERNEL_ROUTER, 0, blocks_for(step->tokens, (variant ? variant->threads : ROUTER_THREADS) / 32),
+                &params);
+}
+
+static int64_t out_block_bytes(const struct step *step, enum moeflow_phase phase) {
+  return step->group->comm->ops->one_sided ? 0 : layer_block_bytes(step->layer, phase, step->rows);
+}
+
+static moeflow_status pack(const struct step *step) {
+  const int routed = takes_logits(step);
+  struct moeflow_pack_params params = {
+      .lane = step->lane->state,
+      .record = step->lane->record_device,
+      .hidden = step->args->hidden,
+      .ids = routed ? step->lane->ids : step->args->ids,
+      .weights = routed ? step->lane->weights : step->args->weights,
+      .places = step->layer->places,
+      .token_places = step->lane->token_places,
+      .token_weights = step->lane->token_weights,
+      .out = {step->lane->dispatch_targets, out_block_bytes(step, MOEFLOW_PHASE_DISPATCH)},
+      .tokens = step->tokens,
+      .tokens_max = step->tokens_max,
+      .rank = step->group->rank,
+      .ranks = step->group->ranks,
+      .replicas = step->layer->replicas,
+      .ids_int64 = !routed && step->args->ids_dtype == MOEFLOW_DTYPE_INT64,
+      .flags = step->row_flags,
+  };
+  return launch(step, KERNEL_PACK, 0, step->tokens > 0 ? step->tokens : 1, &params);
+}
+
+static moeflow_status exchange(const struct step *step, enum moeflow_phase phase) {
+  return step->group->comm->ops->exchange(step->group->comm, step->lane, phase, step->rows,
+                                          layer_token_bytes(step->layer, phase), step->args->stream);
+}
+
+static moeflow_status index_entries(const struct step *step) {
+  struct moeflow_expert_index_params params = {
+      .lane = step->lane->state,
+      .record = step->lane->record_device,
+      .in = step->in,
+      .chunk_counts = step->lane->chunk_counts,
+      .local_experts = step->layer->local_experts,
+  };
+  const int64_t rows = (int64_t)step->group->ranks * step->rows;
+  return launch(step, KERNEL_EXPERT_INDEX, 0, blocks_for(rows, MOEFLOW_CHUNK_ROWS), &params);
+}
+
+static moeflow_status place_entries(const struct step *step) {
+  struct moeflow_expert_prepare_params params = {
+      .lane = step->lane->state,
+      .in = step->in,
+      .chunk_counts = step->lane->chunk_counts,
+      .expert_offsets = step->lane->expert_offsets,
+      .entries = step->lane->entries,
+      .positions = step->lane->positions,
+      .tiles = step->lane->tiles,
+      .tile_count = step->lane->tile_count,
+      .expert_load = step->layer->expert_load,
+      .local_experts = step->layer->local_experts,
+      .tile_tokens = tile_tokens(&step->context->plan, &step->bucket),
+  };
+  const int64_t rows = (int64_t)step->group->ranks * step->rows;
+  return launch(step, KERNEL_EXPERT_PREPARE, 0, blocks_for(rows, MOEFLOW_CHUNK_ROWS), &params);
+}
+
+static moeflow_status gate_up(const struct step *step) {
+  struct moeflow_gate_up_params params = {
+      .lane = step->lane->state,
+      .in = step->in,
+      .entries = step->lane->entries,
+      .tiles = step->lane->tiles,
+      .tile_count = step->lane->tile_count,
+      .weights = step->layer->gate_up,
+      .gate_row = step->layer->gate_row,
+      .up_row = step->layer->up_row,
+      .row_step = step->layer->row_step,
+      .activations = step->lane->activations,
+  };
+  return launch(step, KERNEL_GATE_UP, step->bucket.gate_up,
+                gemm_blocks(&step->context->plan, &step->bucket, KERNEL_GATE_UP, step->entries, step->layer->local_experts,
+                            step->spec->intermediate),
+                &params);
+}
+
+static moeflow_status down(const struct step *step) {
+  struct moeflow_down_params params = {
+      .lane = step->lane->state,
+      .activations = step->lane->activations,
+      .tiles = step->lane->tiles,
+      .tile_count = step->lane->tile_count,
+      .weights = step->layer->down,
+      .outputs = step->lane->outputs,
+  };
+  return launch(step, KERNEL_DOWN, step->bucket.down,
+                gemm_blocks(&step->context->plan, &step->bucket, KERNEL_DOWN, step->entries, step->layer->local_experts,
+                            step->spec->hidden),
+                &params);
+}
+
+static moeflow_status identity(const struct step *step) {
+  struct moeflow_identity_params params = {
+      .lane = step->lane->state,
+      .in = step->in,
+      .entries = step->lane->entries,
+      .expert_offsets = step->lane->expert_offsets,
+      .outputs = step->lane->outputs,
+      .local_experts = step->layer->local_experts,
+  };
+  return launch(step, KERNEL_IDENTITY, 0, step->entries < IDENTITY_BLOCKS_MAX ? step->entries : IDENTITY_BLOCKS_MAX,
+                &params);
+}
+
+static moeflow_status run_experts(const struct step *step) {
+  if (step->layer->local_experts == 0) return MOEFLOW_OK; /* nothing can come here */
+  if (step->args->flags & MOEFLOW_FORWARD_IDENTITY) return identity(step);
+  moeflow_status status = gate_up(step);
+  return status == MOEFLOW_OK ? down(step) : status;
+}
+
+static moeflow_status reduce(const struct step *step) {
+  struct moeflow_owner_reduce_params params = {
+      .lane = step->lane->state,
+      .in = step->in,
+      .positions = step->lane->positions,
+      .outputs = step->lane->outputs,
+      .out = {step->lane->return_targets, out_block_bytes(step, MOEFLOW_PHASE_RETURN)},
+  };
+  return launch(step, KERNEL_OWNER_REDUCE, 0, (int64_t)step->group->ranks * step->rows, &params);
+}
+
+static moeflow_status combine(const struct step *step) {
+  struct moeflow_combine_params params = {
+      .lane = step->lane->state,
+      .record = step->lane->record_device,
+      .token_places = step->lane->token_places,
+      .token_weights = step->lane->token_weights,
+      .returned = step->lane->returned,
+      .block_bytes = layer_block_bytes(step->layer, MOEFLOW_PHASE_RETURN, step->rows),
+      .out = step->args->out,
+      .tokens = step->tokens,
+      .rank = step->group->rank,
+      .ranks = step->group->ranks,
+  };
+  const enum kernel_id kernel = step->layer->combine == MOEFLOW_COMBINE_RING ? KERNEL_COMBINE_RING : KERNEL_COMBINE;
+  return launch(step, kernel, 0, step->tokens > 0 ? step->tokens : 1, &params);
+}
+
+static moeflow_status run_step(const struct step *step) {
+  moeflow_status status = MOEFLOW_OK;
+  CHECK(route(step));
+  CHECK(pack(step));
+  CHECK(exchange(step, MOEFLOW_PHASE_DISPATCH));
+  CHECK(index_entries(step));
+  CHECK(place_entries(step));
+  CHECK(run_experts(step));
+  CHECK(reduce(step));
+  CHECK(exchange(step, MOEFLOW_PHASE_RETURN));
+  CHECK(combine(step));
+cleanup:
+  return status;
+}
+
+/* A launch failed on the way: this rank cannot end the step, so its group is given up. Peers that can be told are told now.
+ */
+static void abandon(const struct step *step) {
+  group_poison(step->group);
+  if (step->group->comm->ops->one_sided) exchange(step, MOEFLOW_PHASE_RETURN);
+}
+
+/* ---- Arguments ---- */
+
+/* What is refused without a step: the peers either refuse it too, or this rank has nothing to step with. */
+static moeflow_status check_refused(const struct moeflow_layer *layer, const moeflow_forward_args *args) {
+  const struct moeflow_group *group = layer->group;
+  if (!layer->bound) return status_set(MOEFLOW_ERROR_STATE, "the layer has no weights; call moeflow_layer_bind first");
+  if (!layer->prepared_tokens)
+    return status_set(MOEFLOW_ERROR_STATE, "the layer is not prepared; call moeflow_prepare first");
+  if (args->lane < 0 || args->lane >= group->lane_count) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "lane %d does not exist: the group has %d", args->lane, group->lane_count);
+  }
+  if (args->tokens_max < 0 || args->tokens_max > group->capacity) {
+    return status_set(MOEFLOW_ERROR_CAPACITY, "tokens_max is %d and the group's capacity %d; create the group with more",
+                      args->tokens_max, group->capacity);
+  }
+  const int tokens_max = args->tokens_max ? args->tokens_max : group->capacity;
+  if (tokens_max > layer->prepared_tokens) {
+    return status_set(MOEFLOW_ERROR_STATE, "tokens_max is %d and the layer was prepared for %d", tokens_max,
+                      layer->prepared_tokens);
+  }
+  return MOEFLOW_OK;
+}
+
+static moeflow_status check_routing(const struct moeflow_layer *layer, const moeflow_forward_args *args) {
+  if (args->logits) {
+    if (args->ids || args->weights) return status_set(MOEFLOW_ERROR_ARGUMENT, "give logits, or ids and weights, not both");
+    if (args->logits_dtype != MOEFLOW_DTYPE_FLOAT32 && args->logits_dtype != MOEFLOW_DTYPE_BFLOAT16) {
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "logits_dtype %d is neither FLOAT32 nor BFLOAT16", (int)args->logits_dtype);
+    }
+    if (layer->context->plan.spec.correction_bias && !layer->correction_bias) {
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "%s routes with a correction bias, and the layer was bound without one",
+                        layer->context->plan.spec.name);
+    }
+    return MOEFLOW_OK;
+  }
+  if (!args->ids || !args->weights) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "ids %p and weights %p for %d tokens: give both, or logits", args->ids,
+                      (const void *)args->weights, args->tokens);
+  }
+  if (args->ids_dtype != MOEFLOW_DTYPE_INT32 && args->ids_dtype != MOEFLOW_DTYPE_INT64) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "ids_dtype %d is neither INT32 nor INT64", (int)args->ids_dtype);
+  }
+  return MOEFLOW_OK;
+}
+
+static moeflow_status check_pointer(const char *name, const void *pointer, size_t align) {
+  if (!pointer) return status_set(MOEFLOW_ERROR_ARGUMENT, "%s is NULL", name);
+  if ((uintptr_t)pointer % align == 0) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "%s is at %p, which is no multiple of %zu", name, pointer, align);
+}
+
+/* What makes this rank join with 0 rows and an error mark. */
+static moeflow_status check_args(const struct moeflow_layer *layer, const moeflow_forward_args *args, int tokens_max) {
+  moeflow_status status = MOEFLOW_OK;
+  if (args->flags & ~(unsigned)MOEFLOW_FORWARD_IDENTITY) FAIL(MOEFLOW_ERROR_ARGUMENT, "flags 0x%x are unknown", args->flags);
+  if (args->tokens < 0 || args->tokens > tokens_max) {
+    FAIL(MOEFLOW_ERROR_ARGUMENT, "tokens is %d and tokens_max %d", args->tokens, tokens_max);
+  }
+  if (args->tokens == 0) goto cleanup;
+  CHECK(check_pointer("hidden", args->hidden, 16));
+  CHECK(check_pointer("out", args->out, 16));
+  CHECK(check_routing(layer, args));
+  if (args->logits) {
+    CHECK(check_pointer("logits", args->logits, args->logits_dtype == MOEFLOW_DTYPE_FLOAT32 ? 4 : 2));
+  } else {
+    CHECK(check_pointer("ids", args->ids, args->ids_dtype == MOEFLOW_DTYPE_INT64 ? 8 : 4));
+    CHECK(check_pointer("weights", args->weights, 4));
+  }
+cleanup:
+  return status;
+}
+
+static void set_up(struct step *step, struct moeflow_layer *layer, const moeflow_forward_args *args) {
+  struct moeflow_group *group = layer->group;
+  step->layer = layer;
+  step->group = group;
+  step->context = layer->context;
+  step->lane = &group->lanes[args->lane];
+  step->spec = &layer->context->plan.spec;
+  step->args = args;
+  step->tokens = args->tokens;
+  step->tokens_max = args->tokens_max ? args->tokens_max : group->capacity;
+  step->rows = layer_rows(group, step->tokens_max);
+  step->entries = (int64_t)group->ranks * step->rows * step->spec->top_k;
+  step->bucket = *plan_bucket_for(&layer->context->plan, (int64_t)group->ranks * step->rows);
+  step->in = (struct moeflow_rows_in){
+      .base = step->lane->received,
+      .block_bytes = layer_block_bytes(layer, MOEFLOW_PHASE_DISPATCH, step->rows),
+      .rows = step->rows,
+      .ranks = group->ranks,
+      .rank = group->rank,
+      .tokens_max = step->tokens_max,
+  };
+}
+
+moeflow_status moeflow_forward(moeflow_layer *layer, const moeflow_forward_args *args_given) {
+  moeflow_status status = MOEFLOW_OK, verdict = MOEFLOW_OK;
+  moeflow_forward_args args = MOEFLOW_FORWARD_ARGS_INIT;
+  struct step step = {.row_flags = 0};
+  CHECK(handle_check(layer, HANDLE_LAYER));
+  CHECK(config_read(args_given, &args, sizeof args, "moeflow_forward_args"));
+  CHECK(check_refused(layer, &args));
+  set_up(&step, layer, &args);
+  verdict = check_args(layer, &args, step.tokens_max);
+  if (verdict != MOEFLOW_OK) {
+    step.tokens = 0;
+    step.row_flags = MOEFLOW_ROW_FAILED;
+  }
+  CHECK(context_enter(step.context));
+  const struct backend *backend = step.context->backend;
+  const int captured = backend->capturing && backend->capturing(step.context, args.stream);
+  if (!captured) atomic_fetch_add(&step.lane->eager, 1);
+  status = run_step(&step);
+  if (status != MOEFLOW_OK && !captured) {
+    char message[1024];
+    snprintf(message, sizeof message, "%s", moeflow_last_error());
+    abandon(&step);
+    status_set(status, "%s", message);
+  }
+  context_leave(step.context);
+cleanup:
+  if (status != MOEFLOW_OK) return status;
+  if (verdict != MOEFLOW_OK) return verdict; /* its message is the last one set */
+  if (step.group && atomic_load(&step.group->aborted)) {
+    return status_set(MOEFLOW_ERROR_PEER, "the group was aborted; the output is NaN");
+  }
+  return MOEFLOW_OK;
+}

@@ -1,0 +1,155 @@
+#include "group_config.h"
+
+#include <stdlib.h>
+
+#define TIMEOUT_MS_DEFAULT 30000
+#define LOCAL_GPU_RANKS_MAX 32
+#define CONTEXTS_MAX 64
+
+static moeflow_status check_contexts(moeflow_context *const *contexts, int count) {
+  moeflow_status status = MOEFLOW_OK;
+  if (!contexts || count < 1 || count > CONTEXTS_MAX) {
+    FAIL(MOEFLOW_ERROR_ARGUMENT, "%d contexts given; a group needs 1 to %d", contexts ? count : 0, CONTEXTS_MAX);
+  }
+  for (int i = 0; i < count; i++) {
+    CHECK(handle_check(contexts[i], HANDLE_CONTEXT));
+    if (contexts[i]->backend != contexts[0]->backend || contexts[i]->device != contexts[0]->device) {
+      FAIL(MOEFLOW_ERROR_ARGUMENT, "context %d is on %s device %d, context 0 on %s device %d; a group has one", i,
+           contexts[i]->backend->name, contexts[i]->device, contexts[0]->backend->name, contexts[0]->device);
+    }
+  }
+cleanup:
+  return status;
+}
+
+static moeflow_status check_numbers(const moeflow_group_config *config) {
+  const struct {
+    const char *name;
+    int value, least, most;
+  } ranges[] = {
+      {"ranks", config->ranks, 1, SPEC_EXPERTS_MAX},
+      {"rank", config->rank, 0, config->ranks - 1},
+      {"capacity", config->capacity, 1, INT32_MAX},
+      {"lanes", config->lanes, 1, GROUP_LANES_MAX},
+      {"timeout_ms", config->timeout_ms, 0, INT32_MAX},
+      {"local_experts_max", config->local_experts_max, 0, MOEFLOW_LOCAL_EXPERTS_MAX},
+  };
+  for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
+    if (ranges[i].value >= ranges[i].least && ranges[i].value <= ranges[i].most) continue;
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "%s is %d and must be %d to %d", ranges[i].name, ranges[i].value,
+                      ranges[i].least, ranges[i].most);
+  }
+  return MOEFLOW_OK;
+}
+
+static moeflow_status check_shape(const struct spec *spec, const moeflow_group_config *config) {
+  if (config->ranks > spec->experts) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks for the %d experts of %s: each rank must own at least one",
+                      config->ranks, spec->experts, spec->name);
+  }
+  if ((int64_t)config->ranks * config->capacity > INT32_MAX / spec->top_k) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks x capacity %d x %d choices of %s exceeds 2^31 - 1 entries",
+                      config->ranks, config->capacity, spec->top_k, spec->name);
+  }
+  return MOEFLOW_OK;
+}
+
+/* ---- Transport ---- */
+
+static moeflow_transport resolve(const moeflow_group_config *config, int on_gpu, const char **why) {
+  *why = "the backend is the CPU's";
+  if (!on_gpu) return MOEFLOW_TRANSPORT_LOCAL;
+  *why = "a communicator was given";
+  if (config->nccl_comm) return MOEFLOW_TRANSPORT_NCCL;
+  *why = "there is one rank";
+  if (config->ranks == 1) return MOEFLOW_TRANSPORT_LOCAL;
+  *why = "the unique id was made for it";
+  if (config->unique_id && comm_local_made(config->unique_id)) return MOEFLOW_TRANSPORT_LOCAL;
+  *why = "ranks may be in several processes";
+  return MOEFLOW_TRANSPORT_NCCL;
+}
+
+/* Each rank's exchange waits on the device for kernels of the others, which must not queue behind it: a hardware queue for
+ * each stream (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default) and one resident block for each waiting rank. */
+static moeflow_status check_local_gpu(const moeflow_group_config *config) {
+  const char *text = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  int queues = text && atoi(text) > 0 ? atoi(text) : 8;
+  if (config->ranks > LOCAL_GPU_RANKS_MAX) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks on one GPU; at most %d", config->ranks, LOCAL_GPU_RANKS_MAX);
+  }
+  if (config->ranks * config->lanes <= queues) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_ENVIRONMENT,
+                    "%d ranks x %d lanes on one GPU need as many hardware queues and there are %d: set "
+                    "CUDA_DEVICE_MAX_CONNECTIONS=32 before the process touches the GPU",
+                    config->ranks, config->lanes, queues);
+}
+
+static moeflow_status check_local(const moeflow_group_config *config, int on_gpu) {
+  if (config->nccl_comm) return status_set(MOEFLOW_ERROR_ARGUMENT, "a communicator to adopt is for the nccl transport");
+  if (config->ranks > 1 && !config->unique_id) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks need a unique_id, the same on all of them", config->ranks);
+  }
+  return on_gpu ? check_local_gpu(config) : MOEFLOW_OK;
+}
+
+static moeflow_status check_nccl(const moeflow_group_config *config, int on_gpu) {
+  if (!on_gpu)
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "the nccl transport moves GPU memory; the CPU backend has local only");
+  if (!config->unique_id == !config->nccl_comm) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "the nccl transport needs either a unique_id or a communicator to adopt");
+  }
+  if (config->nccl_comm && config->lanes != 1) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "an adopted communicator serves 1 lane, not %d", config->lanes);
+  }
+  if (config->unique_id && comm_local_made(config->unique_id)) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "this unique_id was made for the local transport; the nccl transport needs NCCL's");
+  }
+  return MOEFLOW_OK;
+}
+
+static moeflow_status check_transport(const struct moeflow_context *context, moeflow_group_config *config) {
+  const int on_gpu = context->backend == &backend_cuda;
+  if (config->transport == MOEFLOW_TRANSPORT_AUTO) {
+    const char *why;
+    config->transport = resolve(config, on_gpu, &why);
+    context_log(context, MOEFLOW_LOG_INFO, "transport %s: %s",
+                config->transport == MOEFLOW_TRANSPORT_NCCL ? "nccl" : "local", why);
+  }
+  switch (config->transport) {
+    case MOEFLOW_TRANSPORT_LOCAL:
+      return check_local(config, on_gpu);
+    case MOEFLOW_TRANSPORT_NCCL:
+      return check_nccl(config, on_gpu);
+    case MOEFLOW_TRANSPORT_WINDOW:
+    case MOEFLOW_TRANSPORT_ALLGATHER:
+      return status_set(MOEFLOW_ERROR_UNSUPPORTED, "transport %d is reserved and not in this version; use nccl or local",
+                        (int)config->transport);
+    default:
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "transport %d does not exist", (int)config->transport);
+  }
+}
+
+static moeflow_status check_allocator(const moeflow_allocator *allocator) {
+  if (!allocator || (allocator->allocate && allocator->release)) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "an allocator needs both functions, allocate and release");
+}
+
+moeflow_status group_config_check(moeflow_context *const *contexts, int context_count, moeflow_group_config *config) {
+  moeflow_status status = MOEFLOW_OK;
+  int local_experts = 0;
+  CHECK(check_contexts(contexts, context_count));
+  CHECK(check_numbers(config));
+  for (int i = 0; i < context_count; i++) {
+    const struct spec *spec = &contexts[i]->plan.spec;
+    CHECK(check_shape(spec, config));
+    int most = (spec->experts + config->ranks - 1) / config->ranks;
+    if (most > local_experts) local_experts = most;
+  }
+  if (!config->local_experts_max) config->local_experts_max = local_experts;
+  if (!config->timeout_ms) config->timeout_ms = TIMEOUT_MS_DEFAULT;
+  CHECK(check_allocator(config->allocator));
+  CHECK(check_transport(contexts[0], config));
+cleanup:
+  return status;
+}

@@ -118,7 +118,10 @@ def load(path: str | None = None) -> ctypes.CDLL:
             except OSError as error:
                 raise ImportError(f"libmoeflow cannot be loaded: {error}. Build it, or set MOEFLOW_LIBRARY") from error
             for name, (result, arguments) in FUNCTIONS.items():
-                function = getattr(library, name)
+                try:
+                    function = getattr(library, name)
+                except AttributeError as error:
+                    raise ImportError(f"{chosen} is not the libmoeflow that this package goes with: it lacks {name}") from error
                 function.restype, function.argtypes = result or ctypes.c_int, arguments
             _loaded = library, chosen
         elif path and not os.environ.get("MOEFLOW_LIBRARY") and os.path.realpath(path) != os.path.realpath(_loaded[1]):

@@ -35,13 +35,13 @@ static void fill_linear(const struct moeflow_layer *layer, int32_t *places) {
   }
 }
 
-/* One expert's replicas: the first is there, the gaps are at the end, each slot is in range and taken once. */
+/* One expert's replicas: gaps are at the end, each slot is in range and taken once. One without any is skipped by pack. */
 static moeflow_status check_replicas(const struct moeflow_layer *layer, int expert, const int32_t *places, uint8_t *taken) {
   const struct moeflow_group *group = layer->group;
   int ended = 0;
   for (int j = 0; j < layer->replicas; j++) {
     const int32_t place = places[(size_t)expert * (size_t)layer->replicas + (size_t)j];
-    if (place == MOEFLOW_PLACE_NONE && j > 0) {
+    if (place == MOEFLOW_PLACE_NONE) {
       ended = 1;
       continue;
     }

@@ -196,8 +196,8 @@ typedef struct moeflow_layer_config {
   size_t size;
   moeflow_combine combine;
   /* Where experts live: places[e * replicas + j] = owner rank << 16 | local slot, or -1 for no further replica; a hash of
-   * (source rank, token) picks one replica. The same on all ranks; copied. NULL: expert e of rank r for
-   * r * E / ranks <= e < (r + 1) * E / ranks, slots in order. */
+   * (source rank, token) picks one replica, and an expert with none is skipped and contributes zero. The same on all ranks;
+   * copied. NULL: expert e of rank r for r * E / ranks <= e < (r + 1) * E / ranks, slots in order. */
   const int32_t *places;
   int replicas;
 } moeflow_layer_config;

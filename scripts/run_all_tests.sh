@@ -24,7 +24,7 @@ build_twice() {
 check_format() {
   command -v clang-format >/dev/null || { echo "clang-format is not installed"; return 77; }
   clang-format --version | grep -q 'version 14\.' || { echo "$(clang-format --version): the style is that of version 14"; return 77; }
-  git ls-files 'gen/*.[ch]' 'runtime/*.[ch]' 'run/*.[ch]' 'tests/*.[ch]' 'integrations/*.[ch]' | xargs -r clang-format --dry-run -Werror
+  find gen runtime run tests integrations -name '*.c' -print0 | xargs -0 clang-format --dry-run -Werror  # headers align their comments by hand
 }
 
 planted() {

@@ -123,7 +123,7 @@ static moeflow_status look(struct moeflow_group *group, struct group_lane **stuc
 
 moeflow_status moeflow_poll(moeflow_group *group, int timeout_ms) {
   struct group_lane *stuck;
-  struct moeflow_record record;
+  struct moeflow_record record = {0};
   unsigned naps = 0;
   moeflow_status status = handle_check(group, HANDLE_GROUP);
   if (status != MOEFLOW_OK) return status;

@@ -42,10 +42,10 @@ static void *run_rank(void *argument) {
   check(moeflow_layer_bind(layer, &weights));
   check(moeflow_prepare(&layer, 1, 0));
 
-  static _Alignas(16) uint16_t hidden[RANKS][TOKENS][HIDDEN], out[RANKS][TOKENS][HIDDEN];
+  static _Alignas(16) uint16_t hidden[RANKS][TOKENS * HIDDEN], out[RANKS][TOKENS * HIDDEN];
   int32_t ids[TOKENS][TOP_K] = {{0, 1}, {1, 2}, {3, 0}};
   float choice_weights[TOKENS][TOP_K] = {{0.5f, 0.5f}, {0.25f, 0.75f}, {0.5f, 0.5f}};
-  for (int i = 0; i < TOKENS * HIDDEN; i++) hidden[rank][0][i] = ONE;
+  for (int i = 0; i < TOKENS * HIDDEN; i++) hidden[rank][i] = ONE;
   moeflow_forward_args args = MOEFLOW_FORWARD_ARGS_INIT;
   args.tokens = TOKENS;
   args.hidden = hidden[rank];
@@ -56,7 +56,7 @@ static void *run_rank(void *argument) {
   check(moeflow_poll(group, 10000));
 
   long wrong = 0;
-  for (int i = 0; i < TOKENS * HIDDEN; i++) wrong += out[rank][0][i] != SILU_OF_ONE;
+  for (int i = 0; i < TOKENS * HIDDEN; i++) wrong += out[rank][i] != SILU_OF_ONE;
   printf("rank %d: %d tokens through %d experts on %d ranks, %ld wrong values\n", rank, TOKENS, EXPERTS, RANKS, wrong);
   check(moeflow_layer_destroy(layer));
   check(moeflow_group_destroy(group));

@@ -11,7 +11,7 @@ mv "$work/first" "$work/moved"  # nothing installed may know where it was
 cp -r "$source/integrations/c-example" "$work/example"
 cd "$work/example"
 rm -rf build layer tiny.spec
-PKG_CONFIG_PATH=$(dirname "$(find "$work/moved" -name moeflow.pc)") make run
+PKG_CONFIG_PATH=$(dirname "$(find "$work/moved" -name moeflow.pc)") make run CFLAGS="-O2 -Wall -Wextra -Werror"
 cmake -S . -B build -DCMAKE_PREFIX_PATH="$work/moved" >/dev/null
 cmake --build build
 build/layer tiny.spec

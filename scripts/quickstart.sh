@@ -11,9 +11,12 @@ say "Setting up"
 scripts/setup.sh
 
 say "Building"
-cmake --preset default >build.log 2>&1 || { cat build.log; exit 1; }
-cmake --build --preset default -j "$(nproc)" >build.log 2>&1 || { cat build.log; exit 1; }
-rm -f build.log
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+built() { "$@" >"$log" 2>&1 || { tail -n 60 "$log"; echo "quickstart: '$*' failed"; exit 1; }; }
+built cmake --preset default
+built cmake --build --preset default -j "$(nproc)" --target moeflow moeflow-gen moeflow-run
+echo "build/bin/moeflow-gen, build/bin/moeflow-run, build/lib/libmoeflow.so"
 
 say "moeflow-gen build $model --dtype bf16"
 build/bin/moeflow-gen build "$model" --dtype bf16

@@ -365,6 +365,7 @@ static int step_owner(void *user, int expert, int token) {
   const struct world *world = all->world;
   uint32_t count = 0;
   while ((int)count < world->replicas && world_place(world, expert, (int)count) >= 0) count++;
+  if (count == 0) return -1;
   const uint32_t replica = moeflow_replica((uint32_t)all->sources[token], (uint32_t)all->numbers[token], count);
   return world_place(world, expert, (int)replica) >> 16;
 }

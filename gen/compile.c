@@ -9,6 +9,8 @@
 
 #include "status.h"
 
+#define STATIC_SHARED_MAX (48 << 10) /* beyond it, ptxas is content but only dynamic memory can be had */
+
 static struct {
   void *library;
   nvrtcResult (*version)(int *major, int *minor);
@@ -101,6 +103,10 @@ int compile_parse_report(const char *log, const char *symbol, struct compile_res
   return spills && registers ? 0 : -1;
 }
 
+int compile_is_report(const char *line) {
+  return strncmp(line, "ptxas info", 10) == 0 || strncmp(line, "ptxas         .", 15) == 0;
+}
+
 /* `file(12): error` -> `file:12: error`, which editors and readers know. In place: the text gets shorter. */
 static void rewrite_positions(char *log) {
   char *to = log;
@@ -176,6 +182,11 @@ static moeflow_status check_report(const struct compile_request *request, struct
   if (result->spill_bytes) {
     return status_set(MOEFLOW_ERROR_INTERNAL, "%s spills %u bytes of registers (%u in use): refused", request->name,
                       result->spill_bytes, result->registers);
+  }
+  if (result->static_shared_bytes > STATIC_SHARED_MAX) {
+    return status_set(MOEFLOW_ERROR_INTERNAL,
+                      "%s has %u bytes of static shared memory, more than the %d that every launch grants", request->name,
+                      result->static_shared_bytes, STATIC_SHARED_MAX);
   }
   return MOEFLOW_OK;
 }

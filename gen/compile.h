@@ -47,4 +47,7 @@ void compile_free(struct compile_result *result);
 /* Reads ptxas' report: registers and static shared memory of `symbol`, spills over all functions. 0, or -1 when the report
  * does not speak of the symbol. */
 int compile_parse_report(const char *log, const char *symbol, struct compile_result *result);
+
+/* Whether a line of the log belongs to that report, not to the compiler's errors and warnings. */
+int compile_is_report(const char *line);
 #endif

@@ -34,6 +34,11 @@ static const struct kernel_row {
 
 #define ROUTER_WIDE_EXPERTS 1024 /* beyond, a warp's scores need the shared memory of the whole block */
 
+/* The ring adds owners' sums, and with `reduce: choices` there are none. */
+static int kernel_wanted(int32_t kernel, const struct spec *spec) {
+  return kernel != KERNEL_COMBINE_RING || spec->reduce == SPEC_REDUCE_OWNER;
+}
+
 static int32_t kernel_threads(int32_t kernel, const struct spec *spec) {
   if (kernel == KERNEL_ROUTER && spec->experts > ROUTER_WIDE_EXPERTS) return 32;
   return kernel_rows[kernel].threads;
@@ -103,7 +108,7 @@ moeflow_status plan_build(const struct spec *spec, const char *arch, struct plan
   for (int32_t kernel = 0; kernel < KERNEL_COUNT; kernel++) {
     if (kernel_rows[kernel].matrices) {
       CHECK(add_gemm(draft, kernel, serves[kernel]));
-    } else {
+    } else if (kernel_wanted(kernel, spec)) {
       add_variant(draft, kernel, kernel_threads(kernel, spec), kernel_rows[kernel].order_tag);
     }
   }

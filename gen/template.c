@@ -104,26 +104,34 @@ void templates_free(struct templates *templates) {
   memset(templates, 0, sizeof *templates);
 }
 
-/* The name in a line `#include "name"`, 0 when the line is none. */
-static int include_name(const char *line, char name[TEMPLATE_NAME_MAX]) {
+enum include { INCLUDE_NONE, INCLUDE_TEMPLATE, INCLUDE_SYSTEM, INCLUDE_UNKNOWN };
+
+/* What a line includes. <name> is left to the compiler, which has no folder to look in; a path or a macro there could read a
+ * file that the key knows nothing of. */
+static enum include include_name(const char *line, char name[TEMPLATE_NAME_MAX]) {
   line += strspn(line, " \t");
-  if (*line++ != '#') return 0;
+  if (*line++ != '#') return INCLUDE_NONE;
   line += strspn(line, " \t");
-  if (strncmp(line, "include", 7) != 0) return 0;
+  if (strncmp(line, "include", 7) != 0) return INCLUDE_NONE;
   line += 7;
   line += strspn(line, " \t");
-  if (*line++ != '"') return 0;
-  size_t length = strcspn(line, "\"\n");
-  if (line[length] != '"' || length >= TEMPLATE_NAME_MAX) return 0;
+  if (*line != '"') return *line == '<' && line[1 + strspn(line + 1, " \t")] != '/' ? INCLUDE_SYSTEM : INCLUDE_UNKNOWN;
+  size_t length = strcspn(++line, "\"\n");
+  if (line[length] != '"' || length >= TEMPLATE_NAME_MAX) return INCLUDE_UNKNOWN;
   memcpy(name, line, length);
   name[length] = 0;
-  return 1;
+  return INCLUDE_TEMPLATE;
 }
 
 static moeflow_status scan(const struct templates *templates, const char *text, const char *where, char *seen) {
   char name[TEMPLATE_NAME_MAX];
   for (const char *line = text; line; line = strchr(line, '\n') ? strchr(line, '\n') + 1 : NULL) {
-    if (!include_name(line, name)) continue;
+    enum include include = include_name(line, name);
+    if (include == INCLUDE_UNKNOWN) {
+      return status_set(MOEFLOW_ERROR_FORMAT, "%s: '%.*s': a template includes templates by name, nothing else", where,
+                        (int)strcspn(line, "\n"), line);
+    }
+    if (include != INCLUDE_TEMPLATE) continue;
     int i = find(templates, name);
     if (i < 0) return status_set(MOEFLOW_ERROR_FORMAT, "%s includes \"%s\", which is no template", where, name);
     if (seen[i]) continue;

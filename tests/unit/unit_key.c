@@ -55,9 +55,11 @@ static int differing(const struct model *a, const struct model *b) {
          moeflow_last_error());
   EXPECT(units_make(b, NULL, 0, &right) == MOEFLOW_OK && units_keys(&right, &toolchain) == MOEFLOW_OK, "%s",
          moeflow_last_error());
-  EXPECT(left.count == right.count && left.count > 0);
-  for (int i = 0; i < left.count && i < right.count; i++)
+  EXPECT(left.count > 0 && right.count > 0);
+  for (int i = 0; i < left.count && i < right.count; i++) {
+    if (strcmp(left.units[i].name, right.units[i].name) != 0) break; /* reduce: choices has no combine_ring */
     count += strcmp(left.units[i].key.hash, right.units[i].key.hash) != 0;
+  }
   units_free(&left);
   units_free(&right);
   return count;

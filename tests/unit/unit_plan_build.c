@@ -77,6 +77,14 @@ static void survives_its_file(void) {
   EXPECT(plan_write(&read, again, sizeof again) == MOEFLOW_OK && strcmp(text, again) == 0);
 }
 
+static void no_ring_without_owner_sums(void) {
+  struct spec spec = spec_of(16, 4);
+  struct plan_draft draft;
+  spec.reduce = SPEC_REDUCE_CHOICES;
+  EXPECT(plan_build(&spec, "sm_90a", &draft) == MOEFLOW_OK && !plan_variant(&draft.plan, KERNEL_COMBINE_RING, 0));
+  EXPECT(plan_variant(&draft.plan, KERNEL_COMBINE, 0) && plan_variant(&draft.plan, KERNEL_FILL, 0));
+}
+
 static void refusals(void) {
   struct spec spec = spec_of(8, 2);
   struct plan_draft draft;
@@ -112,6 +120,7 @@ int main(void) {
   legal_everywhere();
   buckets_follow_the_rule();
   survives_its_file();
+  no_ring_without_owner_sums();
   refusals();
   report();
   TEST_END;

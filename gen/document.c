@@ -76,8 +76,9 @@ static moeflow_status parser_fault(const struct builder *builder) {
   int line = (int)parser->problem_mark.line + 1, column = (int)parser->problem_mark.column + 1;
   if (parser->error == YAML_READER_ERROR) position_of(builder->input, parser->problem_offset, &line, &column);
   const char *problem = parser->problem ? parser->problem : "out of memory";
-  return document_fault(builder->where, line, column, "not valid YAML: %s%s%s", problem, parser->context ? ", " : "",
-                        parser->context ? parser->context : "");
+  if (!parser->context) return document_fault(builder->where, line, column, "not valid YAML: %s", problem);
+  return document_fault(builder->where, line, column, "not valid YAML: %s, %s from %d:%d", problem, parser->context,
+                        (int)parser->context_mark.line + 1, (int)parser->context_mark.column + 1);
 }
 
 static moeflow_status fault_here(const struct builder *builder, const char *what) {

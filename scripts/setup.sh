@@ -78,8 +78,9 @@ has_numpy() { "$1" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("nu
 
 # ---- all of it ----
 
-mapfile -t packages < <(missing_packages)
-if [ "${#packages[@]}" -gt 0 ]; then install_packages "${packages[@]}"; fi
+packages=$(missing_packages)
+# shellcheck disable=SC2086  # one word per package
+if [ -n "$packages" ]; then install_packages $packages; fi
 
 header=$(missing_cuda_header)
 if [ -n "$header" ]; then

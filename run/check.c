@@ -8,10 +8,11 @@
 #include <time.h>
 
 #include "random.h"
+#include "sha256.h"
 
-#define SAMPLE_FROM 512      /* tokens over all ranks from which the reference computes a sample of the rows */
+#define SAMPLE_FROM 512        /* tokens over all ranks from which the reference computes a sample of the rows */
 #define ROUTER_WEIGHT_MAX 1e-5 /* relative; FP32 exponentials and sums in another order */
-#define PATIENT_MS 7200000   /* the reference of a large point takes its time; a dead rank is noticed at once all the same */
+#define PATIENT_MS 7200000 /* the reference of a large point takes its time; a dead rank is noticed at once all the same */
 
 void check_fail(struct check *check, int32_t *verdict, const char *format, ...) {
   struct point_result *result = check->result;
@@ -50,7 +51,8 @@ static moeflow_status check_new(struct worker *worker, int point, struct point_r
   *check = (struct check){.worker = worker, .point = point, .result = result};
   check->step = (struct stage_step){.tokens = tokens, .tokens_max = most > 0 ? most : 1, .form = STAGE_LOGITS};
   if (setup->options.ids) check->step.form = point % 2 ? STAGE_IDS64 : STAGE_IDS32;
-  const size_t picks = (size_t)check->step.tokens_max * (size_t)spec->top_k, values = (size_t)tokens * (size_t)spec->hidden + 1;
+  const size_t picks = (size_t)check->step.tokens_max * (size_t)spec->top_k,
+               values = (size_t)tokens * (size_t)spec->hidden + 1;
   check->hidden = malloc(values * sizeof(uint16_t));
   check->output = malloc(values * sizeof(uint16_t));
   check->scratch = malloc(values * sizeof(uint16_t));
@@ -86,6 +88,9 @@ static moeflow_status first_step(struct check *check) {
   CHECK(load_inputs(check));
   CHECK(stage_run(stage, &check->step));
   CHECK(stage_output(stage, check->step.tokens, check->output));
+  if (check->step.tokens)
+    sha256(check->output, (size_t)check->step.tokens * (size_t)check->worker->setup->model.spec.hidden * sizeof(uint16_t),
+           check->result->output_sha256);
   if (check->step.form == STAGE_LOGITS)
     CHECK(stage_picks(stage, check->step.lane, check->step.tokens, check->ids, check->weights));
 
@@ -211,7 +216,8 @@ static moeflow_status sample_new(const struct check *check, struct sample *sampl
   sample->ids = malloc(count * k * sizeof(int32_t));
   sample->weights = malloc(count * k * sizeof(float));
   sample->sources = malloc(count * sizeof(int32_t));
-  if (!sample->rows || !sample->hidden || !sample->got || !sample->want || !sample->ids || !sample->weights || !sample->sources)
+  if (!sample->rows || !sample->hidden || !sample->got || !sample->want || !sample->ids || !sample->weights ||
+      !sample->sources)
     return status_set(MOEFLOW_ERROR_MEMORY, "no host memory for the reference of %d rows", sample->count);
   for (int i = 0; i < sample->count; i++) {
     const size_t row = (size_t)sample->rows[i];
@@ -225,7 +231,8 @@ static moeflow_status sample_new(const struct check *check, struct sample *sampl
 }
 
 /* Says where the worst row is off: the one with the largest L2, or the one with the largest element. */
-static void tell_difference(struct check *check, const struct sample *sample, const struct reference_difference *difference) {
+static void tell_difference(struct check *check, const struct sample *sample,
+                            const struct reference_difference *difference) {
   const int columns = check->worker->setup->model.spec.hidden;
   const int row = difference->l2 > REFERENCE_L2_MAX ? difference->l2_row : difference->row;
   struct reference_difference one;
@@ -233,9 +240,11 @@ static void tell_difference(struct check *check, const struct sample *sample, co
   int32_t close = POINT_YES;
   reference_compare(sample->got + (size_t)row * columns, sample->want + (size_t)row * columns, 1, columns, &one);
   check_experts(check, sample->rows[row], experts);
-  check_fail(check, &close, "rank %d token %d%s: value %d is %g instead of %g; relative L2 of the row %.3g (at most %.3g), largest "
-             "error %.3g of the row's largest value (at most %.3g)", check->worker->rank, sample->rows[row], experts, one.column,
-             one.got, one.want, one.l2, REFERENCE_L2_MAX, one.element, REFERENCE_ELEMENT_MAX);
+  check_fail(check, &close,
+             "rank %d token %d%s: value %d is %g instead of %g; relative L2 of the row %.3g (at most %.3g), largest "
+             "error %.3g of the row's largest value (at most %.3g)",
+             check->worker->rank, sample->rows[row], experts, one.column, one.got, one.want, one.l2, REFERENCE_L2_MAX,
+             one.element, REFERENCE_ELEMENT_MAX);
 }
 
 static moeflow_status check_reference(struct check *check) {
@@ -290,8 +299,9 @@ static moeflow_status check_forms(struct check *check) {
   check->result->forms_exact = POINT_YES;
   step.form = check->point % 2 ? STAGE_IDS64 : STAGE_IDS32;
   const moeflow_status status = stage_load_ids(&check->worker->stage, step.tokens, check->ids, check->weights);
-  return status != MOEFLOW_OK ? status : same_step(check, &step, &check->result->forms_exact, "ids instead of logits, form",
-                                                   step.form == STAGE_IDS64 ? 64 : 32);
+  return status != MOEFLOW_OK ? status
+                              : same_step(check, &step, &check->result->forms_exact, "ids instead of logits, form",
+                                          step.form == STAGE_IDS64 ? 64 : 32);
 }
 
 static moeflow_status check_repeats(struct check *check) {
@@ -387,8 +397,10 @@ static moeflow_status agree_patiently(struct worker *worker, moeflow_status mine
 }
 
 static void clear(struct point_result *result) {
-  *result = (struct point_result){.dispatch_exact = POINT_NOT_CHECKED, .replay_exact = POINT_NOT_CHECKED,
-                                  .repeat_exact = POINT_NOT_CHECKED, .router_exact = POINT_NOT_CHECKED,
+  *result = (struct point_result){.dispatch_exact = POINT_NOT_CHECKED,
+                                  .replay_exact = POINT_NOT_CHECKED,
+                                  .repeat_exact = POINT_NOT_CHECKED,
+                                  .router_exact = POINT_NOT_CHECKED,
                                   .forms_exact = POINT_NOT_CHECKED};
 }
 

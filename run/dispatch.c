@@ -32,10 +32,12 @@ static void check_header(struct check *check, const struct source *source, int t
   if (header->epoch == epoch && header->rows_sent == (uint32_t)source->tokens &&
       header->tokens_max == (uint32_t)check->step.tokens_max && header->flags == 0)
     return;
-  check_fail(check, &check->result->dispatch_exact,
-             "rank %d received token %d of rank %d with a header of step %u, %u rows, tokens_max %u, flags %u instead of %u, %d, "
-             "%d, 0", check->worker->rank, token, source->rank, header->epoch, header->rows_sent, header->tokens_max,
-             header->flags, epoch, source->tokens, check->step.tokens_max);
+  check_fail(
+      check, &check->result->dispatch_exact,
+      "rank %d received token %d of rank %d with a header of step %u, %u rows, tokens_max %u, flags %u instead of %u, %d, "
+      "%d, 0",
+      check->worker->rank, token, source->rank, header->epoch, header->rows_sent, header->tokens_max, header->flags, epoch,
+      source->tokens, check->step.tokens_max);
 }
 
 /* Ids and weights of one row; returns whether an expert of this rank is among them. */
@@ -71,8 +73,8 @@ static void check_hidden(struct check *check, const struct source *source, int t
     memcpy(&value, got + 2 * (size_t)c, sizeof value);
     if (value == want[c]) continue;
     check_fail(check, &check->result->dispatch_exact,
-               "rank %d received token %d of rank %d with hidden[%d] = %g instead of %g", check->worker->rank, token, source->rank, c,
-               reference_from_bf16(value), reference_from_bf16(want[c]));
+               "rank %d received token %d of rank %d with hidden[%d] = %g instead of %g", check->worker->rank, token,
+               source->rank, c, reference_from_bf16(value), reference_from_bf16(want[c]));
     return;
   }
 }
@@ -104,7 +106,8 @@ moeflow_status check_dispatch(struct check *check, const int32_t *all_ids, const
   uint8_t *received = malloc(bytes);
   uint16_t *scratch = malloc((size_t)spec->hidden * sizeof *scratch);
   if (!received || !scratch) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %zu bytes of received rows", bytes);
-  CHECK(worker->context->backend->download(worker->context, received, worker->group->lanes[check->step.lane].received, bytes));
+  CHECK(
+      worker->context->backend->download(worker->context, received, worker->group->lanes[check->step.lane].received, bytes));
   for (int rank = 0; rank < setup->ep; rank++) {
     const struct source source = {rank, options_tokens(&setup->options.points[check->point], rank), all_ids + rank * picks,
                                   all_weights + rank * picks};
@@ -142,9 +145,9 @@ static void check_returned(struct check *check, const int32_t *ids) {
       const uint16_t want = scale == 1.0f ? check->hidden[at] : reference_to_bf16((float)sent * scale);
       if (check->scratch[at] == want) continue;
       check_fail(check, &check->result->dispatch_exact,
-                 "identity: rank %d token %d through expert %d came home with value %d = %g instead of %g", check->worker->rank,
-                 t, ids[(size_t)t * spec->top_k + t % spec->top_k], c, reference_from_bf16(check->scratch[at]),
-                 reference_from_bf16(want));
+                 "identity: rank %d token %d through expert %d came home with value %d = %g instead of %g",
+                 check->worker->rank, t, ids[(size_t)t * spec->top_k + t % spec->top_k], c,
+                 reference_from_bf16(check->scratch[at]), reference_from_bf16(want));
       return;
     }
   }

@@ -41,8 +41,8 @@ static fill_fn choose_fill(void) {
   return fill_row;
 }
 
-static void fill_matrix(uint64_t seed, int expert, enum moeflow_random_matrix matrix, int64_t rows, int32_t columns, int32_t shift,
-                        uint16_t *out) {
+static void fill_matrix(uint64_t seed, int expert, enum moeflow_random_matrix matrix, int64_t rows, int32_t columns,
+                        int32_t shift, uint16_t *out) {
   const fill_fn fill = choose_fill();
   for (int64_t row = 0; row < rows; row++)
     fill(moeflow_random_row(seed, (uint32_t)expert, (uint32_t)matrix, (uint32_t)row), columns, shift, out + row * columns);
@@ -50,8 +50,8 @@ static void fill_matrix(uint64_t seed, int expert, enum moeflow_random_matrix ma
 
 void inputs_weights(const struct spec *spec, uint64_t seed, int expert, int down, uint16_t *matrix) {
   if (down) {
-    fill_matrix(seed, expert, MOEFLOW_RANDOM_DOWN, spec->hidden, spec->intermediate, moeflow_random_shift(spec->intermediate),
-                matrix);
+    fill_matrix(seed, expert, MOEFLOW_RANDOM_DOWN, spec->hidden, spec->intermediate,
+                moeflow_random_shift(spec->intermediate), matrix);
   } else {
     fill_matrix(seed, expert, MOEFLOW_RANDOM_GATE_UP, 2 * (int64_t)spec->intermediate, spec->hidden,
                 moeflow_random_shift(spec->hidden), matrix);

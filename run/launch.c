@@ -61,8 +61,8 @@ moeflow_status launcher_detect(struct launcher *launcher) {
 
 /* Two runs on one machine should not meet: a port from what only this run's ranks share. */
 static int job_port(void) {
-  static const char *const names[] = {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID",
-                                      "TORCHELASTIC_RUN_ID"};
+  static const char *const names[] = {"SLURM_JOB_ID", "SLURM_STEP_ID",      "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
+                                      "PMI_JOBID",    "TORCHELASTIC_RUN_ID"};
   char text[1024];
   uint8_t digest[32];
   int length = 0;
@@ -88,8 +88,10 @@ moeflow_status launcher_rendezvous(const struct launcher *launcher, const char *
   }
   if (master == -2) return status_set(MOEFLOW_ERROR_ARGUMENT, "MASTER_PORT=%s is not a port", getenv("MASTER_PORT"));
   if (!(address && *address) && !launcher->one_machine)
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "%s's ranks are on several machines: set MASTER_ADDR to rank 0's, or give "
-                      "--rendezvous HOST:PORT", launcher->name);
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "%s's ranks are on several machines: set MASTER_ADDR to rank 0's, or give "
+                      "--rendezvous HOST:PORT",
+                      launcher->name);
   snprintf(host, 256, "%s", address && *address ? address : "127.0.0.1");
   *port = master > 0 ? (int)master + 1 : job_port();
   return MOEFLOW_OK;
@@ -111,7 +113,8 @@ struct outcome { /* of one rank */
 static int choose(const struct outcome *outcomes, int ranks, struct launch_failure *failure) {
   int best = 0;
   for (int rank = 1; rank < ranks; rank++)
-    if (weight(&outcomes[rank].failure, outcomes[rank].died) > weight(&outcomes[best].failure, outcomes[best].died)) best = rank;
+    if (weight(&outcomes[rank].failure, outcomes[rank].died) > weight(&outcomes[best].failure, outcomes[best].died))
+      best = rank;
   *failure = outcomes[best].failure;
   return failure->code;
 }
@@ -152,13 +155,14 @@ int launch_threads(int ranks, int timeout_ms, launch_body body, void *user, stru
   if (!stars || !threads || !outcomes) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d ranks", ranks);
   CHECK(star_pairs(ranks, timeout_ms, stars));
   for (int rank = 0; rank < ranks; rank++) {
-    threads[rank] = (struct thread){.rank = rank, .star = &stars[rank], .body = body, .user = user, .outcome = &outcomes[rank]};
+    threads[rank] =
+        (struct thread){.rank = rank, .star = &stars[rank], .body = body, .user = user, .outcome = &outcomes[rank]};
     const int error = pthread_create(&threads[rank].id, NULL, thread_main, &threads[rank]);
     threads[rank].started = !error;
     if (!error) continue;
     outcomes[rank].died = 1;
-    refuse(&outcomes[rank].failure, rank, status_set(MOEFLOW_ERROR_ENVIRONMENT, "no thread for rank %d of %d: %s", rank, ranks,
-                                                     strerror(error)));
+    refuse(&outcomes[rank].failure, rank,
+           status_set(MOEFLOW_ERROR_ENVIRONMENT, "no thread for rank %d of %d: %s", rank, ranks, strerror(error)));
     star_close(&stars[rank]);
   }
   for (int rank = 0; rank < ranks; rank++)
@@ -179,7 +183,7 @@ struct family {
   int ranks, alive;
   pid_t *children; /* 0: ended */
   struct outcome *outcomes;
-  int reports[2];  /* pipe: a struct launch_failure per failing child, in one atomic write */
+  int reports[2]; /* pipe: a struct launch_failure per failing child, in one atomic write */
 };
 
 _Static_assert(sizeof(struct launch_failure) <= 4096, "a report must fit PIPE_BUF to be written in one piece");
@@ -224,8 +228,8 @@ static void read_reports(struct family *family) {
     struct outcome *outcome = &family->outcomes[rank];
     if (!outcome->failure.code || outcome->died || (reported && reported[rank])) continue;
     outcome->died = 1;
-    snprintf(outcome->failure.message, sizeof outcome->failure.message, "rank %d ended with exit code %d and no report", rank,
-             outcome->failure.code);
+    snprintf(outcome->failure.message, sizeof outcome->failure.message, "rank %d ended with exit code %d and no report",
+             rank, outcome->failure.code);
     outcome->failure.code = EXIT_PEER;
   }
   free(reported);
@@ -279,7 +283,8 @@ static int watch(struct family *family, const sigset_t *signals, int grace_ms) {
   return 0;
 }
 
-static moeflow_status fork_all(struct family *family, struct star *stars, const sigset_t *old, launch_body body, void *user) {
+static moeflow_status fork_all(struct family *family, struct star *stars, const sigset_t *old, launch_body body,
+                               void *user) {
   const pid_t parent = getpid();
   for (int rank = 0; rank < family->ranks; rank++) {
     const pid_t child = fork();
@@ -297,8 +302,10 @@ static moeflow_status fork_all(struct family *family, struct star *stars, const 
 }
 
 int launch_fork(int ranks, int timeout_ms, int grace_ms, launch_body body, void *user, struct launch_failure *failure) {
-  struct family family = {.ranks = ranks, .children = calloc((size_t)ranks, sizeof(pid_t)),
-                          .outcomes = calloc((size_t)ranks, sizeof(struct outcome)), .reports = {-1, -1}};
+  struct family family = {.ranks = ranks,
+                          .children = calloc((size_t)ranks, sizeof(pid_t)),
+                          .outcomes = calloc((size_t)ranks, sizeof(struct outcome)),
+                          .reports = {-1, -1}};
   struct star *stars = calloc((size_t)ranks, sizeof *stars);
   moeflow_status status = MOEFLOW_OK;
   sigset_t signals, old;

@@ -1,7 +1,12 @@
 /* moeflow-run: one expert-parallel MoE layer on made-up weights and tokens, checked against the reference. */
 #include <stdio.h>
 
+#include "environment.h"
+#if __has_include("hand_example.h")
 #include "hand_example.h"
+#else
+#define hand_example_print(file) 1
+#endif
 #include "launch.h"
 #include "setup.h"
 #include "status.h"
@@ -41,7 +46,8 @@ static int run(struct setup *setup) {
   const int timeout_ms = (int)setup->options.timeout * 1000;
   int code = 0;
   switch (setup->ranks) {
-    case RANKS_ELSEWHERE: return 0;
+    case RANKS_ELSEWHERE:
+      return 0;
     case RANKS_LAUNCHED:
       launch_interruptible();
       code = run_launched(&shared, &failure);
@@ -50,7 +56,9 @@ static int run(struct setup *setup) {
       launch_interruptible();
       code = launch_threads(setup->ep, timeout_ms, worker_run, &shared, &failure);
       break;
-    case RANKS_FORKED: code = launch_fork(setup->ep, timeout_ms, timeout_ms + GRACE_MS, worker_run, &shared, &failure); break;
+    case RANKS_FORKED:
+      code = launch_fork(setup->ep, timeout_ms, timeout_ms + GRACE_MS, worker_run, &shared, &failure);
+      break;
   }
   if (code && failure.message[0]) complain(failure.message);
   return code;
@@ -65,12 +73,14 @@ static int finish(int code) {
 }
 
 static int print_version(void) {
-  printf("moeflow-run %d.%d.%d\n%s\n", MOEFLOW_VERSION_MAJOR, MOEFLOW_VERSION_MINOR, MOEFLOW_VERSION_PATCH, moeflow_build_info());
+  printf("moeflow-run %d.%d.%d\n%s\n", MOEFLOW_VERSION_MAJOR, MOEFLOW_VERSION_MINOR, MOEFLOW_VERSION_PATCH,
+         moeflow_build_info());
   return 0;
 }
 
 int main(int argc, char **argv) {
   static struct setup setup; /* large */
+  environment_warn("moeflow-run", stderr);
   setup.argc = argc;
   setup.argv = argv;
   moeflow_status status = options_parse(argc, argv, &setup.options);

@@ -9,8 +9,16 @@
 #include "spec.h"
 #include "status.h"
 
-enum option_kind { OPTION_FLAG, OPTION_INTEGER, OPTION_UNSIGNED, OPTION_BYTES, OPTION_STRING, OPTION_CHOICE, OPTION_TOKENS,
-                   OPTION_ROUTING };
+enum option_kind {
+  OPTION_FLAG,
+  OPTION_INTEGER,
+  OPTION_UNSIGNED,
+  OPTION_BYTES,
+  OPTION_STRING,
+  OPTION_CHOICE,
+  OPTION_TOKENS,
+  OPTION_ROUTING
+};
 
 struct choice {
   const char *name;
@@ -28,12 +36,9 @@ struct option_row {
 };
 
 static const struct choice backends[] = {{"cpu", MOEFLOW_BACKEND_CPU}, {"cuda", MOEFLOW_BACKEND_CUDA}, {NULL, 0}};
-static const struct choice transports[] = {{"auto", MOEFLOW_TRANSPORT_AUTO},
-                                           {"nccl", MOEFLOW_TRANSPORT_NCCL},
-                                           {"window", MOEFLOW_TRANSPORT_WINDOW},
-                                           {"allgather", MOEFLOW_TRANSPORT_ALLGATHER},
-                                           {"local", MOEFLOW_TRANSPORT_LOCAL},
-                                           {NULL, 0}};
+static const struct choice transports[] = {{"auto", MOEFLOW_TRANSPORT_AUTO},     {"nccl", MOEFLOW_TRANSPORT_NCCL},
+                                           {"window", MOEFLOW_TRANSPORT_WINDOW}, {"allgather", MOEFLOW_TRANSPORT_ALLGATHER},
+                                           {"local", MOEFLOW_TRANSPORT_LOCAL},   {NULL, 0}};
 static const struct choice reduces[] = {{"owner", SPEC_REDUCE_OWNER}, {"choices", SPEC_REDUCE_CHOICES}, {NULL, 0}};
 static const struct choice combines[] = {{"plan", MOEFLOW_COMBINE_PLAN}, {"ring", MOEFLOW_COMBINE_RING}, {NULL, 0}};
 static const struct choice formats[] = {{"text", OPTIONS_TEXT}, {"json", OPTIONS_JSON}, {NULL, 0}};
@@ -41,14 +46,17 @@ static const struct choice formats[] = {{"text", OPTIONS_TEXT}, {"json", OPTIONS
 #define AT(field) offsetof(struct options, field)
 #define TOKENS_LIMIT (1 << 20)
 static const struct option_row table[] = {
-    {"ep", OPTION_INTEGER, AT(ep), "N", 1, SPEC_EXPERTS_MAX, NULL, "ranks; default: the launcher's, else the model's deploy.ep"},
+    {"ep", OPTION_INTEGER, AT(ep), "N", 1, SPEC_EXPERTS_MAX, NULL,
+     "ranks; default: the launcher's, else the model's deploy.ep"},
     {"tokens", OPTION_TOKENS, AT(points), "LIST", 0, TOKENS_LIMIT, NULL,
      "tokens per rank, a comma list of points; 5/0 gives one count per rank; default 1"},
-    {"check", OPTION_FLAG, AT(check), NULL, 0, 0, NULL, "compare every rank with the reference, repeats and graph replays bitwise"},
+    {"check", OPTION_FLAG, AT(check), NULL, 0, 0, NULL,
+     "compare every rank with the reference, repeats and graph replays bitwise"},
     {"backend", OPTION_CHOICE, AT(backend), "cpu|cuda", 0, 0, backends, "default: cuda where there is a GPU"},
     {"transport", OPTION_CHOICE, AT(transport), "auto|nccl|window|allgather|local", 0, 0, transports,
      "how rows travel; local: all ranks in one process, on one GPU or the CPU"},
-    {"capacity", OPTION_INTEGER, AT(capacity), "C", 1, TOKENS_LIMIT, NULL, "most tokens a rank may bring; default: deploy.capacity"},
+    {"capacity", OPTION_INTEGER, AT(capacity), "C", 1, TOKENS_LIMIT, NULL,
+     "most tokens a rank may bring; default: deploy.capacity"},
     {"dtype", OPTION_STRING, AT(dtype), "D", 0, 0, NULL, "weight dtype in place of the model's, such as bf16"},
     {"seed", OPTION_UNSIGNED, AT(seed), "S", 0, 0, NULL, "of weights, hidden states and logits; default 1"},
     {"routing", OPTION_ROUTING, AT(routing), "uniform|lognormal:SIGMA|zipf:S", 0, 0, NULL,
@@ -57,20 +65,27 @@ static const struct option_row table[] = {
     {"check-rows", OPTION_INTEGER, AT(check_rows), "N", 1, TOKENS_LIMIT, NULL,
      "rows per rank that the reference computes from 512 tokens over all ranks up; default 64"},
     {"experts", OPTION_INTEGER, AT(experts), "N", 1, SPEC_EXPERTS_MAX, NULL, "a scaled-down model with N experts"},
-    {"cache", OPTION_STRING, AT(cache), "DIR", 0, 0, NULL, "cubin cache; default: MOEFLOW_CACHE_DIR, else the user's cache folder"},
-    {"reduce", OPTION_CHOICE, AT(reduce), "owner|choices", 0, 0, reduces, "where choices are summed, in place of the model's"},
-    {"combine", OPTION_CHOICE, AT(combine), "plan|ring", 0, 0, combines, "how the source adds the owners' sums; default plan"},
+    {"cache", OPTION_STRING, AT(cache), "DIR", 0, 0, NULL,
+     "cubin cache; default: MOEFLOW_CACHE_DIR, else the user's cache folder"},
+    {"reduce", OPTION_CHOICE, AT(reduce), "owner|choices", 0, 0, reduces,
+     "where choices are summed, in place of the model's"},
+    {"combine", OPTION_CHOICE, AT(combine), "plan|ring", 0, 0, combines,
+     "how the source adds the owners' sums; default plan"},
     {"lanes", OPTION_INTEGER, AT(lanes), "1|2", 1, 2, NULL, "micro-batches in flight; repeats alternate between them"},
-    {"replays", OPTION_INTEGER, AT(replays), "N", 1, 1000000, NULL, "repeats and graph replays; default 100 on a GPU, 2 on the CPU"},
+    {"replays", OPTION_INTEGER, AT(replays), "N", 1, 1000000, NULL,
+     "repeats and graph replays; default 100 on a GPU, 2 on the CPU"},
     {"threads", OPTION_INTEGER, AT(threads), "N", 1, 4096, NULL, "CPU threads over all ranks; default: the cores"},
-    {"host-memory", OPTION_BYTES, AT(host_memory), "BYTES|NGiB", 0, 0, NULL, "most memory that the CPU backend may take; default 8GiB"},
-    {"timeout", OPTION_INTEGER, AT(timeout), "S", 1, 86400, NULL, "bound of every wait for a peer in seconds; default 60"},
+    {"host-memory", OPTION_BYTES, AT(host_memory), "BYTES|NGiB", 0, 0, NULL,
+     "most memory that the CPU backend may take; default 8GiB"},
+    {"timeout", OPTION_INTEGER, AT(timeout), "S", 1, 86400, NULL,
+     "bound of every wait for a peer in seconds; default: MOEFLOW_TIMEOUT_S, else 60"},
     {"rendezvous", OPTION_STRING, AT(rendezvous), "HOST:PORT", 0, 0, NULL,
      "where rank 0 listens, under a launcher; default: MASTER_ADDR and MASTER_PORT + 1, else this machine"},
     {"format", OPTION_CHOICE, AT(format), "text|json", 0, 0, formats, "of the result on stdout; default text"},
     {"output", OPTION_STRING, AT(output), "FILE", 0, 0, NULL, "write the JSON there as well"},
     {"machine", OPTION_STRING, AT(machine), "NAME", 0, 0, NULL, "in the JSON; default: from the GPUs, such as h200x2"},
-    {"hand-example", OPTION_FLAG, AT(hand_example), NULL, 0, 0, NULL, "print the worked example of 2 ranks, 4 experts, 3 tokens"},
+    {"hand-example", OPTION_FLAG, AT(hand_example), NULL, 0, 0, NULL,
+     "print the worked example of 2 ranks, 4 experts, 3 tokens"},
     {"reference-seed", OPTION_UNSIGNED, AT(reference_seed), "S", 0, 0, NULL,
      "self-test: give the reference other weights, to see the check fail"},
     {"die-rank", OPTION_INTEGER, AT(die_rank), "R", 0, SPEC_EXPERTS_MAX, NULL,
@@ -86,9 +101,10 @@ const char *options_transport_name(moeflow_transport transport) {
 }
 
 void options_help(FILE *file) {
-  fprintf(file, "usage: moeflow-run MODEL.yaml [options]\n\n"
-                "Runs one expert-parallel MoE layer with made-up weights and tokens, one process per rank (forked, or under\n"
-                "torchrun, mpirun or srun), all ranks as threads on the CPU or with --transport local.\n\n");
+  fprintf(file,
+          "usage: moeflow-run MODEL.yaml [options]\n\n"
+          "Runs one expert-parallel MoE layer with made-up weights and tokens, one process per rank (forked, or under\n"
+          "torchrun, mpirun or srun), all ranks as threads on the CPU or with --transport local.\n\n");
   for (const struct option_row *row = table; row->name; row++) {
     char left[64];
     snprintf(left, sizeof left, "--%s%s%s", row->name, row->argument ? " " : "", row->argument ? row->argument : "");
@@ -98,8 +114,9 @@ void options_help(FILE *file) {
       fprintf(file, "  %-30s  %s\n", left, row->help);
     }
   }
-  fprintf(file, "\nexit: 0 ok, 1 internal, 2 usage, 3 bad model file, 4 check failed, 5 environment, 6 cache, 7 timeout or peer\n"
-                "lost, 130 interrupted\n");
+  fprintf(file,
+          "\nexit: 0 ok, 1 internal, 2 usage, 3 bad model file, 4 check failed, 5 environment, 6 cache, 7 timeout or peer\n"
+          "lost, 130 interrupted\n");
 }
 
 /* Plain decimal digits, nothing else; `end` is set to the first byte after them. */
@@ -159,8 +176,8 @@ static moeflow_status read_point(const char *text, const char *whole, const char
   for (;; text++) {
     uint64_t number;
     if (read_unsigned(text, end, &number) || number > TOKENS_LIMIT || (**end && **end != ',' && **end != '/'))
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens %s: not a list such as 0,1,8 or 5/0,3/3 of numbers up to %d", whole,
-                        TOKENS_LIMIT);
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens %s: not a list such as 0,1,8 or 5/0,3/3 of numbers up to %d",
+                        whole, TOKENS_LIMIT);
     point->tokens[point->count++] = (int32_t)number;
     text = *end;
     if (*text != '/') return MOEFLOW_OK;
@@ -198,19 +215,27 @@ static moeflow_status read_routing(const char *text, struct options_routing *rou
     *routing = (struct options_routing){(enum options_routing_kind)kind->value, parameter};
     return MOEFLOW_OK;
   }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "--routing %s: not uniform, lognormal:SIGMA or zipf:S with a number up to 16", text);
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "--routing %s: not uniform, lognormal:SIGMA or zipf:S with a number up to 16",
+                    text);
 }
 
 static moeflow_status read_value(const struct option_row *row, const char *text, struct options *options) {
   void *field = (char *)options + row->offset;
   const char *end;
   switch (row->kind) {
-    case OPTION_FLAG: *(int64_t *)field = 1; return MOEFLOW_OK;
-    case OPTION_INTEGER: return read_integer(row, text, field);
-    case OPTION_BYTES: return read_bytes(row, text, field);
-    case OPTION_CHOICE: return read_choice(row, text, field);
-    case OPTION_TOKENS: return read_tokens(text, options);
-    case OPTION_ROUTING: return read_routing(text, field);
+    case OPTION_FLAG:
+      *(int64_t *)field = 1;
+      return MOEFLOW_OK;
+    case OPTION_INTEGER:
+      return read_integer(row, text, field);
+    case OPTION_BYTES:
+      return read_bytes(row, text, field);
+    case OPTION_CHOICE:
+      return read_choice(row, text, field);
+    case OPTION_TOKENS:
+      return read_tokens(text, options);
+    case OPTION_ROUTING:
+      return read_routing(text, field);
     case OPTION_UNSIGNED:
       if (!read_unsigned(text, &end, field) && !*end) return MOEFLOW_OK;
       return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %s: not an unsigned 64-bit integer", row->name, text);
@@ -237,8 +262,7 @@ static moeflow_status read_argument(int argc, char **argv, int *index, struct op
   for (const struct option_row *row = table; row->name; row++) {
     if (strlen(row->name) != length || strncmp(row->name, name, length) != 0) continue;
     const char *value = equals ? equals + 1 : NULL;
-    if (row->kind == OPTION_FLAG && value)
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s takes no value", row->name);
+    if (row->kind == OPTION_FLAG && value) return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s takes no value", row->name);
     if (row->kind != OPTION_FLAG && !value) {
       if (*index + 1 >= argc) return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s needs a value: %s", row->name, row->argument);
       value = argv[++*index];
@@ -249,10 +273,21 @@ static moeflow_status read_argument(int argc, char **argv, int *index, struct op
 }
 
 moeflow_status options_parse(int argc, char **argv, struct options *options) {
-  *options = (struct options){.ep = OPTIONS_UNSET, .backend = OPTIONS_UNSET, .transport = MOEFLOW_TRANSPORT_AUTO,
-                              .capacity = OPTIONS_UNSET, .experts = OPTIONS_UNSET, .seed = 1, .check_rows = 64,
-                              .reduce = OPTIONS_UNSET, .combine = MOEFLOW_COMBINE_PLAN, .lanes = 1, .replays = OPTIONS_UNSET,
-                              .threads = OPTIONS_UNSET, .host_memory = 8ull << 30, .timeout = 60, .format = OPTIONS_TEXT,
+  *options = (struct options){.ep = OPTIONS_UNSET,
+                              .backend = OPTIONS_UNSET,
+                              .transport = MOEFLOW_TRANSPORT_AUTO,
+                              .capacity = OPTIONS_UNSET,
+                              .experts = OPTIONS_UNSET,
+                              .seed = 1,
+                              .check_rows = 64,
+                              .reduce = OPTIONS_UNSET,
+                              .combine = MOEFLOW_COMBINE_PLAN,
+                              .lanes = 1,
+                              .replays = OPTIONS_UNSET,
+                              .threads = OPTIONS_UNSET,
+                              .host_memory = 8ull << 30,
+                              .timeout = OPTIONS_UNSET,
+                              .format = OPTIONS_TEXT,
                               .die_rank = OPTIONS_UNSET};
   for (int i = 1; i < argc; i++) {
     moeflow_status status = read_argument(argc, argv, &i, options);

@@ -40,7 +40,7 @@ struct options {
   int64_t combine; /* moeflow_combine */
   int64_t lanes, replays, threads;
   uint64_t host_memory;
-  int64_t timeout; /* seconds */
+  int64_t timeout; /* seconds; OPTIONS_UNSET until setup_create */
   int64_t format;
   uint64_t reference_seed; /* self-test: the reference's weights come from this seed; 0 = from `seed` */
   int64_t die_rank;        /* self-test: this rank's process ends without a word before the first step */

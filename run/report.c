@@ -10,6 +10,7 @@
 #include "entry.h"
 #include "json.h"
 #include "nccl_library.h"
+#include "sha256.h"
 
 extern char **environ;
 
@@ -29,8 +30,10 @@ static int nvrtc_of(const char *cache_option, const struct plan *plan) {
 
 moeflow_status report_facts_create(const struct setup *setup, const moeflow_context *context, const moeflow_group *group,
                                    struct report_facts *facts) {
-  *facts = (struct report_facts){.gpus = calloc((size_t)setup->ep, sizeof *facts->gpus), .plan = malloc(sizeof *facts->plan)};
-  if (!facts->gpus || !facts->plan) return status_set(MOEFLOW_ERROR_MEMORY, "no memory for the facts of %d ranks", setup->ep);
+  *facts =
+      (struct report_facts){.gpus = calloc((size_t)setup->ep, sizeof *facts->gpus), .plan = malloc(sizeof *facts->plan)};
+  if (!facts->gpus || !facts->plan)
+    return status_set(MOEFLOW_ERROR_MEMORY, "no memory for the facts of %d ranks", setup->ep);
   *facts->plan = context->plan;
   memcpy(facts->plan_hash, context->plan_hash, sizeof facts->plan_hash);
   snprintf(facts->backend, sizeof facts->backend, "%s", context->backend->name);
@@ -57,6 +60,17 @@ static double larger(double a, double b) {
   return isnan(a) || a > b ? a : b;
 }
 
+static void merge_outputs(const struct point_result *results, int ranks, int points, int point, uint8_t digest[32]) {
+  static const uint8_t none[32] = {0};
+  struct sha256 hash;
+  sha256_begin(&hash);
+  for (int rank = 0; rank < ranks; rank++) {
+    const uint8_t *one = results[(size_t)rank * points + point].output_sha256;
+    if (memcmp(one, none, sizeof none) != 0) sha256_add(&hash, one, sizeof none);
+  }
+  sha256_end(&hash, digest);
+}
+
 struct point_result report_merge(const struct point_result *results, int ranks, int points, int point) {
   struct point_result merged = results[point];
   for (int rank = 1; rank < ranks; rank++) {
@@ -74,6 +88,7 @@ struct point_result report_merge(const struct point_result *results, int ranks, 
     merged.passed = merged.passed && one->passed;
     if (!merged.message[0]) memcpy(merged.message, one->message, sizeof merged.message);
   }
+  merge_outputs(results, ranks, points, point, merged.output_sha256);
   return merged;
 }
 
@@ -98,7 +113,7 @@ static void write_title(const struct setup *setup, const struct report_facts *fa
 }
 
 static void write_checks(const struct setup *setup, const struct point_result *points, FILE *file) {
-  fprintf(file, "%-12s %6s %11s %11s  %-8s %-8s %-8s %-8s %-8s  %s\n", "tokens", "rows", "rel_l2_max", "max_abs", "router",
+  fprintf(file, "%-12s %6s %11s %11s  %-8s %-8s %-8s %-8s %-8s  %s\n", "tokens", "rows", "rel_l2_max", "max_error", "router",
           "dispatch", "forms", "repeat", "replay", "result");
   for (int p = 0; p < setup->options.point_count; p++) {
     const struct point_result *point = &points[p];
@@ -109,9 +124,12 @@ static void write_checks(const struct setup *setup, const struct point_result *p
             verdict_text(point->forms_exact), verdict_text(point->repeat_exact), verdict_text(point->replay_exact),
             point->passed ? "ok" : "FAILED");
   }
-  fprintf(file, "rel_l2_max: worst row's relative L2 error (at most %g); max_abs: worst error over its row's largest value (at most "
-                "%g); %d repeat(s)%s\n", REFERENCE_L2_MAX, REFERENCE_ELEMENT_MAX, setup->replays,
-          setup->backend == MOEFLOW_BACKEND_CUDA ? " and as many graph replays" : "");
+  fprintf(
+      file,
+      "rel_l2_max: worst row's relative L2 error (at most %g); max_error: worst error over its row's largest value (at most "
+      "%g); %d repeat(s)%s\n",
+      REFERENCE_L2_MAX, REFERENCE_ELEMENT_MAX, setup->replays,
+      setup->backend == MOEFLOW_BACKEND_CUDA ? " and as many graph replays" : "");
 }
 
 static void write_times(const struct setup *setup, const struct point_result *points, FILE *file) {
@@ -271,6 +289,9 @@ static void write_tokens(const struct options_point *point, struct json *json) {
 }
 
 static void write_point(const struct setup *setup, const struct point_result *result, struct json *json) {
+  char output[65];
+  sha256_hex(result->output_sha256, output);
+  json_text(json, "output_sha256", output);
   if (!setup->options.check) {
     json_real(json, "step_us", result->step_us);
     return;
@@ -289,8 +310,8 @@ static void write_point(const struct setup *setup, const struct point_result *re
   json_bool(json, result->passed);
 }
 
-static void write_json(const struct setup *setup, const struct report_facts *facts, const struct point_result *points, int passed,
-                       FILE *file) {
+static void write_json(const struct setup *setup, const struct report_facts *facts, const struct point_result *points,
+                       int passed, FILE *file) {
   struct json json;
   json_begin(&json, file);
   json_object(&json);
@@ -318,25 +339,27 @@ static void write_json(const struct setup *setup, const struct report_facts *fac
 
 /* ---- Both ---- */
 
-static moeflow_status write_file(const struct setup *setup, const struct report_facts *facts, const struct point_result *points,
-                                 int passed) {
+static moeflow_status write_file(const struct setup *setup, const struct report_facts *facts,
+                                 const struct point_result *points, int passed) {
   FILE *file = fopen(setup->options.output, "w");
   if (!file) return status_set(MOEFLOW_ERROR_CACHE, "cannot write %s: %s", setup->options.output, strerror(errno));
   write_json(setup, facts, points, passed, file);
   const int failed = ferror(file);
-  if (fclose(file) || failed) return status_set(MOEFLOW_ERROR_CACHE, "cannot write %s: %s", setup->options.output, strerror(errno));
+  if (fclose(file) || failed)
+    return status_set(MOEFLOW_ERROR_CACHE, "cannot write %s: %s", setup->options.output, strerror(errno));
   return MOEFLOW_OK;
 }
 
-static moeflow_status write_stdout(const struct setup *setup, const struct report_facts *facts, const struct point_result *points,
-                                   int passed) {
+static moeflow_status write_stdout(const struct setup *setup, const struct report_facts *facts,
+                                   const struct point_result *points, int passed) {
   if (setup->options.format == OPTIONS_JSON) {
     write_json(setup, facts, points, passed, stdout);
   } else {
     write_title(setup, facts, stdout);
     (setup->options.check ? write_checks : write_times)(setup, points, stdout);
   }
-  if (fflush(stdout) || ferror(stdout)) return status_set(MOEFLOW_ERROR_CACHE, "cannot write the result: %s", strerror(errno));
+  if (fflush(stdout) || ferror(stdout))
+    return status_set(MOEFLOW_ERROR_CACHE, "cannot write the result: %s", strerror(errno));
   return MOEFLOW_OK;
 }
 

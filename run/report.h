@@ -23,6 +23,7 @@ void report_facts_destroy(struct report_facts *facts);
 moeflow_status report_write(const struct setup *setup, const struct report_facts *facts, const struct point_result *results,
                             int *passed);
 
-/* The worst over the ranks of one point; the message is the first failing rank's. */
+/* The worst over the ranks of one point; the message is the first failing rank's. The output's hash is that of the hashes of
+ * the ranks that have tokens, in rank order: with all tokens on rank 0 it can be compared between numbers of ranks. */
 struct point_result report_merge(const struct point_result *results, int ranks, int points, int point);
 #endif

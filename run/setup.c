@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "number.h"
 #include "sha256.h"
 #include "status.h"
 
@@ -63,7 +64,8 @@ static moeflow_status load_model(struct setup *setup) {
   }
   CHECK(model_buildable(model));
   if (options->combine == MOEFLOW_COMBINE_RING && model->spec.reduce == SPEC_REDUCE_CHOICES)
-    FAIL(MOEFLOW_ERROR_ARGUMENT, "--combine ring adds owners' sums, and with reduce: choices there are none; give --reduce owner");
+    FAIL(MOEFLOW_ERROR_ARGUMENT,
+         "--combine ring adds owners' sums, and with reduce: choices there are none; give --reduce owner");
   CHECK(spec_write(&model->spec, setup->spec_text));
   CHECK(hash_file(options->model, setup->yaml_sha256));
   setup->capacity = model->deploy.capacity;
@@ -90,8 +92,10 @@ static moeflow_status choose_ranks(struct setup *setup) {
       return status_set(MOEFLOW_ERROR_ARGUMENT, "point %d of --tokens gives %d counts for %d ranks", p + 1, point->count,
                         setup->ep);
     if (options_tokens_max(point) > setup->capacity)
-      return status_set(MOEFLOW_ERROR_CAPACITY, "%d tokens on a rank exceed the capacity of %d; give --capacity %d or fewer "
-                        "tokens", options_tokens_max(point), setup->capacity, options_tokens_max(point));
+      return status_set(MOEFLOW_ERROR_CAPACITY,
+                        "%d tokens on a rank exceed the capacity of %d; give --capacity %d or fewer "
+                        "tokens",
+                        options_tokens_max(point), setup->capacity, options_tokens_max(point));
   }
   if (setup->options.die_rank >= setup->ep)
     return status_set(MOEFLOW_ERROR_ARGUMENT, "--die-rank %lld, but there are %d ranks", (long long)setup->options.die_rank,
@@ -101,10 +105,17 @@ static moeflow_status choose_ranks(struct setup *setup) {
 
 static moeflow_status choose_backend(struct setup *setup) {
   const int64_t asked = setup->options.backend;
+  const moeflow_transport transport = (moeflow_transport)setup->options.transport;
+  if (transport == MOEFLOW_TRANSPORT_WINDOW || transport == MOEFLOW_TRANSPORT_ALLGATHER)
+    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "--transport %s is not in this version; nccl and local are",
+                      options_transport_name(transport));
   setup->backend = asked == MOEFLOW_BACKEND_CPU ? MOEFLOW_BACKEND_CPU : MOEFLOW_BACKEND_CUDA;
   if (setup->backend == MOEFLOW_BACKEND_CPU) return MOEFLOW_OK;
   gpus_probe(&setup->gpus);
   if (setup->gpus.count) return MOEFLOW_OK;
+  if (transport == MOEFLOW_TRANSPORT_NCCL)
+    return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--transport nccl needs a GPU for each rank: %d ranks, 0 GPUs (%s)",
+                      setup->ep, setup->gpus.why);
   if (asked == MOEFLOW_BACKEND_CUDA)
     return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--backend cuda needs a GPU: %s", setup->gpus.why);
   say(setup, "no GPU: running on the CPU backend (%s)", setup->gpus.why);
@@ -117,14 +128,13 @@ static moeflow_status choose_transport(struct setup *setup) {
   const moeflow_transport asked = (moeflow_transport)setup->options.transport;
   const int cpu = setup->backend == MOEFLOW_BACKEND_CPU, gpus = setup->gpus.count;
   const int here = setup->launcher.name ? 1 : setup->ep; /* ranks that this process must find GPUs for */
-  if (asked == MOEFLOW_TRANSPORT_WINDOW || asked == MOEFLOW_TRANSPORT_ALLGATHER)
-    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "--transport %s is not in this version; nccl and local are",
-                      options_transport_name(asked));
   if (cpu && asked == MOEFLOW_TRANSPORT_NCCL)
     return status_set(MOEFLOW_ERROR_ARGUMENT, "--transport nccl needs GPUs; the CPU backend has local alone");
   if (asked == MOEFLOW_TRANSPORT_NCCL && gpus < here)
-    return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--transport nccl needs a GPU for each rank: %d ranks, %d GPUs; --transport "
-                      "local runs them all on one GPU", here, gpus);
+    return status_set(MOEFLOW_ERROR_ENVIRONMENT,
+                      "--transport nccl needs a GPU for each rank: %d ranks, %d GPUs; --transport "
+                      "local runs them all on one GPU",
+                      here, gpus);
   setup->transport = asked;
   if (asked == MOEFLOW_TRANSPORT_AUTO) {
     setup->transport = cpu || setup->ep == 1 || gpus < here ? MOEFLOW_TRANSPORT_LOCAL : MOEFLOW_TRANSPORT_NCCL;
@@ -138,7 +148,8 @@ static moeflow_status choose_transport(struct setup *setup) {
   if (setup->ranks == RANKS_THREADS && setup->launcher.name)
     say(setup, "--transport local: all %d ranks run in the launcher's first process", setup->ep);
   if (setup->options.die_rank != OPTIONS_UNSET && setup->ranks == RANKS_THREADS)
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "--die-rank ends a rank's process, and with --transport local all ranks share one");
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "--die-rank ends a rank's process, and with --transport local all ranks share one");
   return MOEFLOW_OK;
 }
 
@@ -152,9 +163,11 @@ static moeflow_status no_plan(const struct setup *setup, const char *arch, const
   if (options->reduce != OPTIONS_UNSET)
     snprintf(more + length, sizeof more - (size_t)length, " --reduce %s",
              options->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner");
-  return status_set(MOEFLOW_ERROR_CACHE, "no cubins of %s (%s) for %s in %s; to build them: moeflow-gen build %s --dtype %s "
-                    "--arch %s%s%s%s", setup->model.spec.name, spec_dtype_name(setup->model.spec.dtype), arch, cache,
-                    options->model, spec_dtype_name(setup->model.spec.dtype), arch, more, options->cache ? " --cache " : "",
+  return status_set(MOEFLOW_ERROR_CACHE,
+                    "no cubins of %s (%s) for %s in %s; to build them: moeflow-gen build %s --dtype %s "
+                    "--arch %s%s%s%s",
+                    setup->model.spec.name, spec_dtype_name(setup->model.spec.dtype), arch, cache, options->model,
+                    spec_dtype_name(setup->model.spec.dtype), arch, more, options->cache ? " --cache " : "",
                     options->cache ? options->cache : "");
 }
 
@@ -199,18 +212,21 @@ static void limit_cores(int64_t threads) {
   sched_setaffinity(0, sizeof few, &few);
 }
 
-/* Upper bound of what the CPU backend takes: each rank's lanes, and a weight buffer per thread, twice with the reference. */
+/* What the CPU backend takes: each rank's lanes, and a weight buffer for each thread of the layer and of the reference. */
 static moeflow_status check_memory(const struct setup *setup) {
   const struct spec *spec = &setup->model.spec;
   const double ranks = setup->ep, rows = ranks * setup->capacity;
-  const double lane = rows * (double)(spec_row_bytes(spec) + spec_return_row_bytes(spec) * spec_return_rows_per_token(spec)) +
-                      rows * spec->top_k * (4.0 * spec->hidden + 2.0 * spec->intermediate + 24);
-  const double threads = usable_cores() + 2 * ranks;
-  const double total = ranks * (double)setup->options.lanes * lane + 2 * threads * (double)spec_gate_up_bytes(spec);
+  const double lane =
+      rows * (double)(spec_row_bytes(spec) + spec_return_row_bytes(spec) * spec_return_rows_per_token(spec)) +
+      rows * spec->top_k * (4.0 * spec->hidden + 2.0 * spec->intermediate + 24);
+  const double threads = usable_cores() + ranks + (setup->options.check ? ranks * setup->threads_per_rank : 0);
+  const double total = ranks * (double)setup->options.lanes * lane + threads * (double)spec_gate_up_bytes(spec);
   if (total <= (double)setup->options.host_memory) return MOEFLOW_OK;
-  return status_set(MOEFLOW_ERROR_MEMORY, "the CPU backend needs about %.0f bytes (%.1f GiB) for %d ranks of capacity %d, and "
-                    "--host-memory allows %llu; give it %.0fGiB, a lower --capacity or a lower --ep", total, total / (1 << 30),
-                    setup->ep, setup->capacity, (unsigned long long)setup->options.host_memory, total / (1 << 30) + 1);
+  return status_set(MOEFLOW_ERROR_MEMORY,
+                    "the CPU backend needs about %.0f bytes (%.1f GiB) for %d ranks of capacity %d, and "
+                    "--host-memory allows %llu; give it %.0fGiB, a lower --capacity or a lower --ep",
+                    total, total / (1 << 30), setup->ep, setup->capacity, (unsigned long long)setup->options.host_memory,
+                    total / (1 << 30) + 1);
 }
 
 static void choose_threads(struct setup *setup) {
@@ -218,12 +234,29 @@ static void choose_threads(struct setup *setup) {
   const int cores = usable_cores();
   const int here = setup->ranks == RANKS_LAUNCHED && !setup->launcher.one_machine ? setup->gpus.count : setup->ep;
   setup->threads_per_rank = here > 0 && cores / here > 1 ? cores / here : 1;
-  setup->replays = setup->options.replays != OPTIONS_UNSET ? (int)setup->options.replays
-                   : setup->backend == MOEFLOW_BACKEND_CUDA ? 100 : 2;
+  setup->replays = setup->options.replays != OPTIONS_UNSET  ? (int)setup->options.replays
+                   : setup->backend == MOEFLOW_BACKEND_CUDA ? 100
+                                                            : 2;
+}
+
+static moeflow_status read_environment(struct setup *setup) {
+  static const char *const levels[] = {"error", "warning", "info", "debug"};
+  const char *log = getenv("MOEFLOW_LOG"), *timeout = getenv("MOEFLOW_TIMEOUT_S");
+  int64_t seconds = 60;
+  setup->log_level = OPTIONS_UNSET;
+  for (int i = 0; log && i < 4; i++)
+    if (!strcmp(log, levels[i])) setup->log_level = i;
+  if (log && *log && setup->log_level == OPTIONS_UNSET)
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "MOEFLOW_LOG=%s is not error, warning, info or debug", log);
+  if (timeout && *timeout && (number_read_integer(timeout, &seconds) || seconds < 1 || seconds > 86400))
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "MOEFLOW_TIMEOUT_S=%s is not an integer from 1 to 86400", timeout);
+  if (setup->options.timeout == OPTIONS_UNSET) setup->options.timeout = seconds;
+  return MOEFLOW_OK;
 }
 
 moeflow_status setup_create(struct setup *setup) {
   moeflow_status status = MOEFLOW_OK;
+  CHECK(read_environment(setup));
   CHECK(launcher_detect(&setup->launcher));
   CHECK(load_model(setup));
   CHECK(choose_ranks(setup));

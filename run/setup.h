@@ -28,6 +28,7 @@ struct setup {
   moeflow_backend backend;
   moeflow_transport transport; /* never AUTO */
   enum setup_ranks ranks;
+  int log_level; /* moeflow_log_level that MOEFLOW_LOG asks for; OPTIONS_UNSET: nothing is printed */
   int ep, capacity;
   int replays;         /* repeats and graph replays of a check, launches of a timing */
   int threads_per_rank; /* of the reference */

@@ -142,8 +142,8 @@ static moeflow_status finish(struct stage *stage) {
     if (result != CUDA_ERROR_NOT_READY) return driver_status(result, "cuStreamQuery");
     if (deadline_passed(deadline)) {
       const moeflow_status status = moeflow_poll(stage->group, 0);
-      return status != MOEFLOW_OK ? status : status_set(MOEFLOW_ERROR_TIMEOUT, "a step did not end within %d ms",
-                                                        stage->timeout_ms);
+      return status != MOEFLOW_OK ? status
+                                  : status_set(MOEFLOW_ERROR_TIMEOUT, "a step did not end within %d ms", stage->timeout_ms);
     }
     deadline_nap(&naps);
   }

@@ -112,14 +112,15 @@ static moeflow_status lost(struct star *star, int rank, enum io_result how) {
 
 static moeflow_status out_of_step(struct star *star, int rank, const struct frame *frame) {
   star->broken = 1;
-  if (frame->magic == FRAME_MAGIC && frame->kind == FRAME_LOST)
-    return gone((int)frame->operation);
-  return status_set(MOEFLOW_ERROR_INTERNAL, "rank %d is out of step: message %u of kind %u with %llu bytes came at message %u",
-                    rank, frame->operation, frame->kind, (unsigned long long)frame->bytes, star->operations);
+  if (frame->magic == FRAME_MAGIC && frame->kind == FRAME_LOST) return gone((int)frame->operation);
+  return status_set(MOEFLOW_ERROR_INTERNAL,
+                    "rank %d is out of step: message %u of kind %u with %llu bytes came at message %u", rank,
+                    frame->operation, frame->kind, (unsigned long long)frame->bytes, star->operations);
 }
 
 /* One message of the present operation from `rank`. */
-static moeflow_status receive(struct star *star, int rank, enum frame_kind kind, void *data, size_t bytes, int64_t deadline) {
+static moeflow_status receive(struct star *star, int rank, enum frame_kind kind, void *data, size_t bytes,
+                              int64_t deadline) {
   struct frame frame;
   enum io_result result = read_all(star->sockets[rank], &frame, sizeof frame, deadline);
   if (result != IO_DONE) return lost(star, rank, result);
@@ -306,8 +307,10 @@ static moeflow_status listen_on(const char *host, int port, int backlog, int *li
   }
   if (found) freeaddrinfo(found);
   if (status == MOEFLOW_OK && *listener < 0)
-    status = status_set(MOEFLOW_ERROR_ENVIRONMENT, "rank 0 cannot listen on port %d: %s; give --rendezvous HOST:PORT with a free "
-                        "port", port, strerror(error));
+    status = status_set(MOEFLOW_ERROR_ENVIRONMENT,
+                        "rank 0 cannot listen on port %d: %s; give --rendezvous HOST:PORT with a free "
+                        "port",
+                        port, strerror(error));
   return status;
 }
 
@@ -326,9 +329,10 @@ static moeflow_status admit(struct star *star, int fd, int64_t deadline, int *ad
   if (hello.protocol != STAR_PROTOCOL || hello.size != (uint32_t)star->size || hello.rank == 0 ||
       hello.rank >= (uint32_t)star->size || star->sockets[hello.rank] >= 0) {
     close(fd);
-    return status_set(MOEFLOW_ERROR_MISMATCH, "a process says it is rank %u of %u (protocol %u), rank 0 expects ranks 1 to %d, "
-                      "each once (protocol %d); is another run using this port?", hello.rank, hello.size, hello.protocol,
-                      star->size - 1, STAR_PROTOCOL);
+    return status_set(MOEFLOW_ERROR_MISMATCH,
+                      "a process says it is rank %u of %u (protocol %u), rank 0 expects ranks 1 to %d, "
+                      "each once (protocol %d); is another run using this port?",
+                      hello.rank, hello.size, hello.protocol, star->size - 1, STAR_PROTOCOL);
   }
   star->sockets[hello.rank] = fd;
   *admitted = 1;
@@ -342,8 +346,8 @@ static moeflow_status accept_all(struct star *star, const char *host, int port, 
     if (await(listener, POLLIN, deadline) != IO_DONE) {
       int missing = 1;
       while (missing < star->size && star->sockets[missing] >= 0) missing++;
-      status = status_set(MOEFLOW_ERROR_TIMEOUT, "%d of %d ranks came to port %d within %d ms; rank %d did not", here, star->size,
-                          port, star->timeout_ms, missing);
+      status = status_set(MOEFLOW_ERROR_TIMEOUT, "%d of %d ranks came to port %d within %d ms; rank %d did not", here,
+                          star->size, port, star->timeout_ms, missing);
       break;
     }
     const int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);

@@ -79,7 +79,8 @@ static const void *lend(void *user, int local_expert, int down) {
   return lent->matrix;
 }
 
-static moeflow_status fill(struct worker *worker, void *out, enum moeflow_random_matrix matrix, int64_t rows, int64_t columns) {
+static moeflow_status fill(struct worker *worker, void *out, enum moeflow_random_matrix matrix, int64_t rows,
+                           int64_t columns) {
   struct moeflow_fill_params params = {.out = out,
                                        .seed = worker->setup->options.seed,
                                        .rows = rows,
@@ -88,7 +89,8 @@ static moeflow_status fill(struct worker *worker, void *out, enum moeflow_random
                                        .experts = moeflow_layer_local_experts(worker->layer),
                                        .matrix = matrix,
                                        .shift = moeflow_random_shift(columns)};
-  const struct launch launch = {.kernel = KERNEL_FILL, .blocks = FILL_BLOCKS, .params = &params, .stream = worker->stage.stream};
+  const struct launch launch = {
+      .kernel = KERNEL_FILL, .blocks = FILL_BLOCKS, .params = &params, .stream = worker->stage.stream};
   return worker->context->backend->launch(worker->context, &launch);
 }
 
@@ -139,12 +141,20 @@ static int device_of(const struct setup *setup, int rank) {
   return setup->gpus.count == 1 ? 0 : setup->launcher.local_rank; /* a launcher may show each rank its own GPU alone */
 }
 
+static void print_log(void *user, moeflow_log_level level, const char *message) {
+  static const char *const names[] = {"error", "warning", "info", "debug"};
+  const struct setup *setup = user;
+  if ((int)level <= setup->log_level) fprintf(stderr, "moeflow-run: %s: %s\n", names[level], message);
+}
+
 static moeflow_status open_context(struct worker *worker) {
   const struct setup *setup = worker->setup;
   moeflow_open_config config = MOEFLOW_OPEN_CONFIG_INIT;
   config.backend = setup->backend;
   config.device = device_of(setup, worker->rank);
   config.cache = setup->options.cache;
+  config.log = setup->log_level == OPTIONS_UNSET ? NULL : print_log;
+  config.log_user = (void *)setup;
   if (setup->backend == MOEFLOW_BACKEND_CPU) {
     config.spec = setup->spec_text;
   } else {
@@ -265,7 +275,8 @@ static moeflow_status report(struct worker *worker, const struct report_facts *f
   const size_t bytes = (size_t)setup->options.point_count * sizeof *worker->results;
   struct point_result *all = worker->rank == 0 ? calloc((size_t)setup->ep, bytes) : NULL;
   moeflow_status status = MOEFLOW_OK;
-  if (worker->rank == 0 && !all) status = status_set(MOEFLOW_ERROR_MEMORY, "no memory for the results of %d ranks", setup->ep);
+  if (worker->rank == 0 && !all)
+    status = status_set(MOEFLOW_ERROR_MEMORY, "no memory for the results of %d ranks", setup->ep);
   CHECK(worker_agree(worker, status));
   CHECK(star_gather(worker->star, worker->results, bytes, all));
   if (worker->rank == 0) {

@@ -19,6 +19,7 @@ struct point_result { /* one rank's, then the worst over the ranks */
   int32_t close_calls;    /* tokens whose router candidates were too close to tell apart */
   int32_t dispatch_exact, replay_exact, repeat_exact, router_exact, forms_exact; /* enum point_verdict */
   int32_t passed;
+  uint8_t output_sha256[32]; /* of [tokens, H] bf16; all zero without tokens */
   char message[POINT_MESSAGE_MAX]; /* of the first check that failed, "" for none */
 };
 

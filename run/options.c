@@ -119,9 +119,9 @@ void options_help(FILE *file) {
           "lost, 130 interrupted\n");
 }
 
-/* Plain decimal digits, nothing else; `end` is set to the first byte after them. */
+/* Plain decimal digits without a leading zero; `end` is set to the first byte after them. */
 static int read_unsigned(const char *text, const char **end, uint64_t *value) {
-  if (*text < '0' || *text > '9') return -1;
+  if (*text < '0' || *text > '9' || (*text == '0' && text[1] >= '0' && text[1] <= '9')) return -1;
   char *stop;
   errno = 0;
   const unsigned long long number = strtoull(text, &stop, 10);

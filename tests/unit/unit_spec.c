@@ -160,9 +160,12 @@ static void test_messages(void) {
     const char *field;
     double value;
     const char *says;
-  } cases[] = {{"hidden", 4100, "nearest is 4104"},          {"hidden", 4099, "nearest is 4096"},
-               {"intermediate", 12, "nearest is 16"},        {"groups", 7, "7, which does not divide the 288 experts"},
-               {"experts", 4, "8, more than the 4 experts"}, {"hidden", 70000, "70000; it must be 8 to 65536"},
+  } cases[] = {{"hidden", 4100, "nearest is 4104"},
+               {"hidden", 4099, "nearest is 4096"},
+               {"intermediate", 12, "nearest is 16"},
+               {"groups", 7, "7, which does not divide the 288 experts"},
+               {"experts", 7, "8, more than the 7 experts there are"},
+               {"hidden", 70000, "70000; it must be 8 to 65536"},
                {"top_k", 64, "64; it must be 1 to 32"}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     struct spec spec = base();

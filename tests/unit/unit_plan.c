@@ -93,7 +93,7 @@ static void test_damage(void) {
     for (int bit = 0; bit < 8; bit++) {
       snprintf(what, sizeof what, "bit %d of byte %zu flipped", bit, i);
       text[i] ^= (char)(1 << bit);
-      expect_refused(text, length, what, i < length - 69 && text[i] ? "damaged" : NULL); /* 69: the hash line */
+      expect_refused(text, length, what, i < length - 70 && text[i] ? "damaged" : NULL); /* 70: the hash line */
       text[i] ^= (char)(1 << bit);
     }
     snprintf(what, sizeof what, "cut to %zu bytes", i);

@@ -17,3 +17,13 @@ cmake --build build
 build/layer tiny.spec
 readelf -d layer | grep -q 'libmoeflow.so.0'
 for tool in moeflow-gen moeflow-run; do "$work/moved/bin/$tool" --version; done
+# The example in README compiles as it stands there.
+{
+  echo '#include <moeflow.h>'
+  echo '#include <stdio.h>'
+  echo 'int example(int rank, moeflow_unique_id id, void *gate_up, void *down, void *hidden, void *logits, void *out, void *stream) {'
+  sed -n '/^```c$/,/^```$/p' "$source/README.md" | grep -v '^```'
+  echo 'return 0; }'
+} >readme.c
+[ "$(wc -l <readme.c)" -gt 10 ] || { echo "README.md has no C example"; exit 1; }
+cc -std=c99 -Wall -Wextra -Werror -I"$work/moved/include" -c readme.c

@@ -208,18 +208,18 @@ struct printer {
 };
 
 static void print_values(FILE *out, const double *values, int count) {
-  for (int i = 0; i < count; i++) fprintf(out, " %10.7g", values[i]);
+  for (int i = 0; i < count; i++) fprintf(out, " %.9g", values[i]);
 }
 
 static void compare(struct printer *printer, const char *label, const double *got, const double *want, int count) {
   int equal = 1;
   for (int i = 0; i < count; i++) equal &= got[i] == want[i];
-  fprintf(printer->out, "  %-34s", label);
+  fprintf(printer->out, "  %-36s", label);
   print_values(printer->out, got, count);
   if (equal) {
     fprintf(printer->out, "  = by hand\n");
   } else {
-    fprintf(printer->out, "  NOT, by hand:");
+    fprintf(printer->out, "  but by hand");
     print_values(printer->out, want, count);
     fputc('\n', printer->out);
   }
@@ -234,7 +234,7 @@ static void print_tokens(struct printer *printer) {
       const struct token *token = &tokens[r][t];
       double hidden[H];
       for (int c = 0; c < H; c++) hidden[c] = token->hidden[c];
-      fprintf(printer->out, "  rank %d, token %s: %d x %g, %d x %g   ", r, token->name, token->ids[0], token->weights[0],
+      fprintf(printer->out, "  rank %d, token %s: %d x %g, %d x %g;", r, token->name, token->ids[0], token->weights[0],
               token->ids[1], token->weights[1]);
       print_values(printer->out, hidden, H);
       fputc('\n', printer->out);
@@ -295,10 +295,10 @@ static void compare_experts(struct printer *printer, const struct rank *ranks) {
     const uint16_t *activation = ranks[want->rank].group->lanes[0].activations + want->position * I;
     double got[I];
     for (int c = 0; c < I; c++) got[c] = from_bf16(activation[c]);
-    fprintf(printer->out, "  %-28s gate ", want->name);
+    fprintf(printer->out, "  %-36s gate", want->name);
     print_values(printer->out, want->gate, I);
-    fprintf(printer->out, "   up %g in every row\n", want->up);
-    compare(printer, "                        activation", got, want->activation, I);
+    fprintf(printer->out, ", up %g in every row\n", want->up);
+    compare(printer, "  activation", got, want->activation, I);
   }
   fprintf(printer->out, "5. Down, FP32\n");
   for (int i = 0; i < count; i++) {
@@ -346,20 +346,22 @@ int hand_example_print(FILE *out) {
   static struct rank ranks[RANKS];
   pthread_t threads[RANKS];
   moeflow_unique_id id;
+  int started = 0;
   int code = status_exit_code(moeflow_get_unique_id(MOEFLOW_TRANSPORT_LOCAL, &id));
   memset(ranks, 0, sizeof ranks);
-  for (int r = 0; r < RANKS; r++) {
-    ranks[r].number = r;
-    ranks[r].id = &id;
-    if (pthread_create(&threads[r], NULL, run_rank, &ranks[r])) return 1; /* the other rank times out */
+  for (; !code && started < RANKS; started++) {
+    ranks[started].number = started;
+    ranks[started].id = &id;
+    if (pthread_create(&threads[started], NULL, run_rank, &ranks[started])) code = 1;
+    if (code) break;
   }
-  for (int r = 0; r < RANKS; r++) pthread_join(threads[r], NULL);
-  for (int r = 0; r < RANKS; r++) {
+  for (int r = 0; r < started; r++) pthread_join(threads[r], NULL);
+  for (int r = 0; r < started; r++) {
     if (ranks[r].status == MOEFLOW_OK) continue;
     fprintf(out, "rank %d: %s\n", r, ranks[r].message);
     code = status_exit_code(ranks[r].status);
   }
   if (!code) code = compare_all(out, ranks);
-  for (int r = 0; r < RANKS; r++) tear_down(&ranks[r]);
+  for (int r = 0; r < started; r++) tear_down(&ranks[r]);
   return code;
 }

@@ -91,6 +91,10 @@ moeflow_status model_override(struct model *model, const struct model_overrides 
     }
     *integers[i].target = (int32_t)integers[i].value;
   }
+  if (overrides->reduce && strcmp(overrides->reduce, "owner") && strcmp(overrides->reduce, "choices")) {
+    FAIL(MOEFLOW_ERROR_ARGUMENT, "--reduce %.32s is unknown; known: owner, choices", overrides->reduce);
+  }
+  if (overrides->reduce) model->spec.reduce = strcmp(overrides->reduce, "owner") ? SPEC_REDUCE_CHOICES : SPEC_REDUCE_OWNER;
   if (overrides->arch) CHECK(override_arch(model, overrides->arch));
   CHECK(spec_check(&model->spec));
   CHECK(model_check_deploy(model, &path));

@@ -33,6 +33,7 @@ struct model_overrides {
   int64_t ep;
   int64_t capacity;
   int64_t experts; /* a scaled-down E for runs and tests */
+  const char *reduce; /* owner | choices */
 };
 
 /* Reads and checks a file. MOEFLOW_ERROR_FORMAT with one line `file:line:column: what, why`; MOEFLOW_ERROR_CACHE (exit 6)

@@ -30,6 +30,10 @@ static const struct option_row {
      "ranks that share the experts"},
     {'c', 0, "capacity", "C", OPTION_INTEGER, offsetof(struct gen_options, overrides.capacity), MODEL_CAPACITY_MAX,
      "most tokens a rank brings to a step"},
+    {'E', 0, "experts", "N", OPTION_INTEGER, offsetof(struct gen_options, overrides.experts), SPEC_EXPERTS_MAX,
+     "a scaled-down model with N experts"},
+    {'r', 0, "reduce", "WHERE", OPTION_TEXT, offsetof(struct gen_options, overrides.reduce), 0,
+     "owner or choices: where a token's choices are summed, instead of the file's"},
     {'a', 0, "arch", "LIST", OPTION_TEXT, offsetof(struct gen_options, overrides.arch), 0,
      "targets, such as sm_90a or sm_90a,sm_100a"},
     {'d', 0, "cache", "DIR", OPTION_TEXT, offsetof(struct gen_options, cache), 0, "cache directory"},
@@ -53,10 +57,10 @@ static const struct option_row {
 #define OPTION_ROWS (int)(sizeof option_table / sizeof *option_table)
 
 static const struct gen_command commands[] = {
-    {"build", "MODEL.yaml", "compile the cubins that a model needs into the cache", "tecadjnTlfhV", command_build},
-    {"explain", "MODEL.yaml", "show rows, memory, kernel variants and why; compare with the cache", "tecadTFhV",
+    {"build", "MODEL.yaml", "compile the cubins that a model needs into the cache", "tecEradjnTlfhV", command_build},
+    {"explain", "MODEL.yaml", "show rows, memory, kernel variants and why; compare with the cache", "tecEradTFhV",
      command_explain},
-    {"emit", "MODEL.yaml", "write the instantiated kernel sources", "tecaTogfhV", command_emit},
+    {"emit", "MODEL.yaml", "write the instantiated kernel sources", "tecEraTogfhV", command_emit},
     {"list", NULL, "show what the cache holds", "dfhV", command_list},
     {"verify", NULL, "check every byte of the cache", "dfhV", command_verify},
     {"doctor", NULL, "check toolchain, driver, GPUs, NCCL and cache", "dfhV", command_doctor},

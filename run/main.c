@@ -2,11 +2,7 @@
 #include <stdio.h>
 
 #include "environment.h"
-#if __has_include("hand_example.h")
 #include "hand_example.h"
-#else
-#define hand_example_print(file) 1
-#endif
 #include "launch.h"
 #include "setup.h"
 #include "status.h"

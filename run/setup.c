@@ -49,19 +49,21 @@ static moeflow_status hash_file(const char *path, char hex[65]) {
   return MOEFLOW_OK;
 }
 
+static const char *reduce_name(const struct options *options) {
+  if (options->reduce == OPTIONS_UNSET) return NULL;
+  return options->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner";
+}
+
 static moeflow_status load_model(struct setup *setup) {
   const struct options *options = &setup->options;
   const struct model_overrides overrides = {.dtype = options->dtype,
                                             .ep = options->ep > 0 ? options->ep : 0,
                                             .capacity = options->capacity > 0 ? options->capacity : 0,
-                                            .experts = options->experts > 0 ? options->experts : 0};
+                                            .experts = options->experts > 0 ? options->experts : 0,
+                                            .reduce = reduce_name(options)};
   struct model *model = &setup->model;
   moeflow_status status = MOEFLOW_OK;
   CHECK(model_load(options->model, &overrides, model));
-  if (options->reduce != OPTIONS_UNSET) {
-    model->spec.reduce = (int32_t)options->reduce;
-    CHECK(spec_check(&model->spec));
-  }
   CHECK(model_buildable(model));
   if (options->combine == MOEFLOW_COMBINE_RING && model->spec.reduce == SPEC_REDUCE_CHOICES)
     FAIL(MOEFLOW_ERROR_ARGUMENT,
@@ -160,9 +162,7 @@ static moeflow_status no_plan(const struct setup *setup, const char *arch, const
   char more[128] = "";
   int length = 0;
   if (options->experts > 0) length = snprintf(more, sizeof more, " --experts %lld", (long long)options->experts);
-  if (options->reduce != OPTIONS_UNSET)
-    snprintf(more + length, sizeof more - (size_t)length, " --reduce %s",
-             options->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner");
+  if (reduce_name(options)) snprintf(more + length, sizeof more - (size_t)length, " --reduce %s", reduce_name(options));
   return status_set(MOEFLOW_ERROR_CACHE,
                     "no cubins of %s (%s) for %s in %s; to build them: moeflow-gen build %s --dtype %s "
                     "--arch %s%s%s%s",

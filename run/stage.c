@@ -33,8 +33,8 @@ static moeflow_status download(struct stage *stage, void *to, const void *from, 
 static moeflow_status create_stream(struct stage *stage) {
   moeflow_status status = MOEFLOW_OK;
   if (!driver.cuStreamBeginCapture || !driver.cuStreamEndCapture || !driver.cuGraphInstantiate || !driver.cuGraphLaunch ||
-      !driver.cuGraphDestroy || !driver.cuGraphExecDestroy || !driver.cuEventCreate || !driver.cuEventDestroy ||
-      !driver.cuEventRecord || !driver.cuEventElapsedTime)
+      !driver.cuGraphUpload || !driver.cuGraphDestroy || !driver.cuGraphExecDestroy || !driver.cuEventCreate ||
+      !driver.cuEventDestroy || !driver.cuEventRecord || !driver.cuEventElapsedTime)
     FAIL(MOEFLOW_ERROR_ENVIRONMENT, "the CUDA driver lacks graph or event functions of CUDA 13; install a newer one");
   CHECK_CUDA(cuStreamCreate((CUstream *)&stage->stream, CU_STREAM_NON_BLOCKING));
   for (int i = 0; i < 2; i++) CHECK_CUDA(cuEventCreate((CUevent *)&stage->events[i], CU_EVENT_DEFAULT));
@@ -170,6 +170,8 @@ moeflow_status stage_capture(struct stage *stage, const struct stage_step *step)
   if (status == MOEFLOW_OK && ended != CUDA_SUCCESS) status = driver_status(ended, "cuStreamEndCapture");
   CHECK(status);
   CHECK_CUDA(cuGraphInstantiate((CUgraphExec *)&stage->graph, graph, 0));
+  CHECK_CUDA(cuGraphUpload(stage->graph, stage->stream)); /* now, and not at a launch while a peer's kernel waits for ours */
+  CHECK_CUDA(cuStreamSynchronize(stage->stream));
 
 cleanup:
   if (graph) driver.cuGraphDestroy(graph);

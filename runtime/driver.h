@@ -50,6 +50,7 @@
   X(cuStreamEndCapture)     \
   X(cuGraphInstantiate)     \
   X(cuGraphLaunch)          \
+  X(cuGraphUpload)          \
   X(cuGraphDestroy)         \
   X(cuGraphExecDestroy)     \
   X(cuEventCreate)          \

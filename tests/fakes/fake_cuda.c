@@ -1,0 +1,309 @@
+#include "fake_cuda.h"
+
+#include <cuda.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+static struct fake_cuda fake = {.version = 13000, .devices = 1, .major = 9, .minor = 0};
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+EXPORT struct fake_cuda *fake_cuda(void);
+struct fake_cuda *fake_cuda(void) {
+  return &fake;
+}
+
+static struct fake_call *note(const char *name, void *stream) {
+  static struct fake_call overflow;
+  pthread_mutex_lock(&mutex);
+  struct fake_call *call = fake.call_count < FAKE_LOG_MAX ? &fake.calls[fake.call_count++] : &overflow;
+  pthread_mutex_unlock(&mutex);
+  memset(call, 0, sizeof *call);
+  strncpy(call->name, name, sizeof call->name - 1);
+  call->stream = stream;
+  return call;
+}
+#define NOTE(stream) note(__func__, stream)
+
+/* Counts down; true for the call that has to fail. */
+static int fails(int *count) {
+  return *count > 0 && --*count == 0;
+}
+
+static struct fake_stream *stream_of(CUstream stream) {
+  return stream ? (struct fake_stream *)stream : &fake.legacy;
+}
+
+/* ---- Device ---- */
+
+EXPORT CUresult cuInit(unsigned flags) {
+  (void)flags;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDriverGetVersion(int *version) {
+  *version = fake.version;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGetErrorName(CUresult error, const char **text) {
+  *text = error == CUDA_ERROR_OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE";
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGetErrorString(CUresult error, const char **text) {
+  *text = error == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : "made to fail";
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetCount(int *count) {
+  *count = fake.devices;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal) {
+  *device = ordinal;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
+  (void)device;
+  strncpy(name, "Fake GPU", (size_t)length);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+  (void)device;
+  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? fake.major : fake.minor;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+  (void)device;
+  *context = (CUcontext)&fake;
+  atomic_fetch_add(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
+  (void)device;
+  atomic_fetch_sub(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+static _Thread_local int depth;
+
+EXPORT CUresult cuCtxPushCurrent(CUcontext context) {
+  (void)context;
+  depth++;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxPopCurrent(CUcontext *context) {
+  *context = (CUcontext)&fake;
+  return depth-- > 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+}
+
+/* Everything below needs a current context, as the real one does. */
+#define NEED_CONTEXT \
+  if (depth <= 0) return CUDA_ERROR_INVALID_CONTEXT
+
+/* ---- Modules ---- */
+
+struct function {
+  char name[48];
+  struct function *next;
+};
+
+EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+  NEED_CONTEXT;
+  if (memcmp(image, "fake cubin", 10)) return CUDA_ERROR_INVALID_IMAGE;
+  *module = calloc(1, sizeof(struct function));
+  atomic_fetch_add(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuModuleUnload(CUmodule module) {
+  NEED_CONTEXT;
+  free(module);
+  atomic_fetch_sub(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+  struct function *made = (struct function *)module; /* one function a module */
+  strncpy(made->name, name, sizeof made->name - 1);
+  *function = (CUfunction)made;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
+  (void)function, (void)attribute;
+  return value <= 227 * 1024 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
+  (void)attribute, (void)function;
+  *value = 32;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncLoad(CUfunction function) {
+  NEED_CONTEXT;
+  memcpy(NOTE(NULL)->kernel, ((struct function *)function)->name, sizeof(((struct function *)function)->name));
+  return CUDA_SUCCESS;
+}
+
+static size_t params_bytes(const char *kernel) {
+  static const struct {
+    const char *name;
+    size_t bytes;
+  } kernels[] = {
+      {"moeflow_router", sizeof(struct moeflow_router_params)},
+      {"moeflow_pack", sizeof(struct moeflow_pack_params)},
+      {"moeflow_exchange", sizeof(struct moeflow_exchange_params)},
+      {"moeflow_expert_index", sizeof(struct moeflow_expert_index_params)},
+      {"moeflow_expert_prepare", sizeof(struct moeflow_expert_prepare_params)},
+      {"moeflow_gate_up", sizeof(struct moeflow_gate_up_params)},
+      {"moeflow_down", sizeof(struct moeflow_down_params)},
+      {"moeflow_identity", sizeof(struct moeflow_identity_params)},
+      {"moeflow_owner_reduce", sizeof(struct moeflow_owner_reduce_params)},
+      {"moeflow_combine", sizeof(struct moeflow_combine_params)},
+      {"moeflow_combine_ring", sizeof(struct moeflow_combine_params)},
+  };
+  for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++) {
+    if (!strcmp(kernels[i].name, kernel)) return kernels[i].bytes;
+  }
+  return 0;
+}
+
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty,
+                               unsigned tz, unsigned shared_bytes, CUstream stream, void **params, void **extra) {
+  NEED_CONTEXT;
+  struct fake_call *call = NOTE(stream);
+  memcpy(call->kernel, ((struct function *)function)->name, sizeof call->kernel);
+  call->blocks = x;
+  call->threads = threads;
+  call->shared_bytes = shared_bytes;
+  memcpy(call->params, params[0], params_bytes(call->kernel));
+  if (y != 1 || z != 1 || ty != 1 || tz != 1 || extra) return CUDA_ERROR_INVALID_VALUE;
+  return fails(&fake.fail_launch) ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
+}
+
+/* ---- Memory ---- */
+
+static void *allocate(size_t bytes) {
+  atomic_fetch_add(&fake.allocations, 1);
+  if (fails(&fake.fail_allocation)) return NULL;
+  void *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (!memory) return NULL;
+  memset(memory, 0xa5, bytes); /* nobody may rely on zeros */
+  atomic_fetch_add(&fake.live, 1);
+  return memory;
+}
+
+EXPORT CUresult cuMemAlloc(CUdeviceptr *pointer, size_t bytes) {
+  NEED_CONTEXT;
+  NOTE(NULL);
+  void *memory = allocate(bytes);
+  *pointer = (CUdeviceptr)(size_t)memory;
+  return memory ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemFree(CUdeviceptr pointer) {
+  NEED_CONTEXT;
+  NOTE(NULL);
+  free((void *)(size_t)pointer);
+  atomic_fetch_sub(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemHostAlloc(void **host, size_t bytes, unsigned flags) {
+  NEED_CONTEXT;
+  (void)flags;
+  NOTE(NULL);
+  *host = allocate(bytes);
+  return *host ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+EXPORT CUresult cuMemHostGetDevicePointer(CUdeviceptr *pointer, void *host, unsigned flags) {
+  (void)flags;
+  *pointer = (CUdeviceptr)(size_t)host;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemFreeHost(void *host) {
+  NEED_CONTEXT;
+  NOTE(NULL);
+  free(host);
+  atomic_fetch_sub(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemGetInfo(size_t *available, size_t *total) {
+  NEED_CONTEXT;
+  *available = 1000;
+  *total = 2000;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemsetD8Async(CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream) {
+  NEED_CONTEXT;
+  NOTE(stream);
+  memset((void *)(size_t)pointer, value, bytes);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
+  NEED_CONTEXT;
+  NOTE(stream);
+  memcpy((void *)(size_t)to, from, bytes);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  NEED_CONTEXT;
+  NOTE(stream);
+  memcpy(to, (void *)(size_t)from, bytes);
+  return CUDA_SUCCESS;
+}
+
+/* ---- Streams ---- */
+
+EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
+  NEED_CONTEXT;
+  (void)flags;
+  *stream = (CUstream)allocate(sizeof(struct fake_stream));
+  if (!*stream) return CUDA_ERROR_OUT_OF_MEMORY;
+  memset(*stream, 0, sizeof(struct fake_stream));
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamDestroy(CUstream stream) {
+  NEED_CONTEXT;
+  free(stream);
+  atomic_fetch_sub(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamQuery(CUstream stream) {
+  NEED_CONTEXT;
+  return atomic_load(&stream_of(stream)->pending) ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamSynchronize(CUstream stream) {
+  NEED_CONTEXT;
+  NOTE(stream);
+  const struct timespec nap = {0, 1000000};
+  for (int i = 0; i < 20000 && atomic_load(&stream_of(stream)->pending); i++) nanosleep(&nap, NULL);
+  return atomic_load(&stream_of(stream)->pending) ? CUDA_ERROR_LAUNCH_TIMEOUT : CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  (void)stream;
+  *status = fake.capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}

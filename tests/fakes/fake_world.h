@@ -129,6 +129,7 @@ UNUSED static void in_child(const char *name, void (*run)(void)) {
   fflush(NULL);
   pid_t child = fork();
   if (child == 0) {
+    test_checks = test_failures = 0;
     scratch_make();
     run();
     scratch_remove();

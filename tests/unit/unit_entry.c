@@ -54,9 +54,14 @@ static void flips_and_cuts(uint8_t *bytes, size_t size, const char *hash) {
 
 /* Headers that a writer with bad intent could make: the checksum is right, the numbers are not. */
 static void hostile_headers(const uint8_t *bytes, size_t size, const char *hash) {
-  static const uint64_t sizes[][2] = {
-      {UINT64_MAX, 1},          {UINT64_MAX - 10, UINT64_MAX},      {0, sizeof key - 1 + sizeof cubin},
-      {1ull << 63, 1ull << 63}, {sizeof key - 1 + sizeof cubin, 0}, {sizeof key, sizeof cubin}};
+  const uint64_t rest = size - sizeof(struct entry_header);
+  const uint64_t sizes[][2] = {{UINT64_MAX, 1},
+                               {UINT64_MAX - 10, UINT64_MAX},
+                               {0, rest},
+                               {1ull << 63, 1ull << 63},
+                               {rest, 0},
+                               {sizeof key, sizeof cubin},
+                               {UINT64_MAX - 4, rest + 5}}; /* the last: a sum that wraps around to the right one */
   uint8_t *copy = malloc(size);
   for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
     struct entry_header header;

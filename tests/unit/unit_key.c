@@ -92,6 +92,9 @@ static void field_by_field(void) {
   changed[n++].spec.returned = SPEC_WIRE_FP32;
   changed[n++].spec.reduce = SPEC_REDUCE_CHOICES;
   for (int i = 0; i < n; i++) EXPECT(differing(&base, &changed[i]) > 0, "field %d decides no cubin", i);
+  struct model clamped = changed[11];
+  clamped.spec.activation_limit = 8;
+  EXPECT(differing(&changed[11], &clamped) == 3, "the limit alone: each gate_up");
   struct model scaled[2] = {changed[10], changed[10]};
   scaled[1].spec.scale_on = SPEC_SCALE_OUTPUT;
   EXPECT(differing(&scaled[0], &scaled[1]) == 3, "router and both combines");

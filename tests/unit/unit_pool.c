@@ -32,7 +32,10 @@ static moeflow_status work(void *user, int task, struct pool_output *output) {
     memset(output->log, 'a' + task, 300000);
   }
   if (task != scene->bad_task) return MOEFLOW_OK;
-  if (scene->behaviour == SEGFAULT) raise(SIGSEGV);
+  if (scene->behaviour == SEGFAULT) {
+    signal(SIGSEGV, SIG_DFL); /* a sanitizer would turn it into an exit code */
+    raise(SIGSEGV);
+  }
   if (scene->behaviour == ABORT) abort();
   if (scene->behaviour == EXIT) _exit(3);
   if (scene->behaviour == HANG) {

@@ -112,7 +112,7 @@ static pid_t start(const struct key *key, struct maker *maker) {
 static void many_processes(void) {
   struct maker maker = {.pause_ms = 100};
   for (int round = 0; round < 3; round++) {
-    char name[16];
+    char name[24];
     pid_t children[16];
     snprintf(name, sizeof name, "many%d", round);
     struct key key = make_key(name);
@@ -125,6 +125,39 @@ static void many_processes(void) {
     EXPECT(made() - before == 1, "16 processes made it %ld times", made() - before);
     EXPECT(temporaries() == 0);
   }
+}
+
+static moeflow_status lonely_make(void *user, struct entry_header *facts, uint8_t **cubin, size_t *cubin_bytes) {
+  (void)user, (void)facts, (void)cubin, (void)cubin_bytes;
+  int fd = open(scratch_path("inside"), O_WRONLY | O_CREAT | O_EXCL, 0600);
+  if (fd < 0) return status_set(MOEFLOW_ERROR_INTERNAL, "two makers at once");
+  usleep(5000);
+  close(fd);
+  unlink(scratch_path("inside"));
+  return status_set(MOEFLOW_ERROR_FORMAT, "made to fail");
+}
+
+/* Makers that fail leave no entry, so each of the waiting ones has its turn; never two at once, though lock files come and
+ * go. */
+static void failing_makers_take_turns(void) {
+  struct key key = make_key("turns");
+  pid_t children[12];
+  for (int i = 0; i < 12; i++) {
+    children[i] = fork();
+    if (children[i]) continue;
+    for (int turn = 0; turn < 10; turn++) {
+      struct store_outcome outcome;
+      struct store store = open_store();
+      if (store_obtain(&store, &key, lonely_make, NULL, 30, &outcome) != MOEFLOW_ERROR_FORMAT) _exit(1);
+      store_close(&store);
+    }
+    _exit(0);
+  }
+  for (int i = 0; i < 12; i++) {
+    int how;
+    EXPECT(waitpid(children[i], &how, 0) == children[i] && WIFEXITED(how) && WEXITSTATUS(how) == 0, "process %d", i);
+  }
+  EXPECT(temporaries() == 0);
 }
 
 static void killed_holder(void) {
@@ -198,7 +231,7 @@ static void damage_file(const char *path, enum damage damage) {
 
 static void damaged_entries(void) {
   for (int damage = 0; damage < DAMAGES; damage++) {
-    char name[16], path[1200];
+    char name[24], path[1200];
     struct maker maker = {0};
     struct store_outcome outcome;
     struct entry entry;
@@ -284,6 +317,7 @@ int main(void) {
   umask(022);
   one_process();
   many_processes();
+  failing_makers_take_turns();
   killed_holder();
   lock_out_of_reach();
   damaged_entries();

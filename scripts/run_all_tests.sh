@@ -11,9 +11,6 @@ cache=$logs/cache  # the user's own cache takes no part in tests
 mkdir -m 700 "$cache"
 export MOEFLOW_CACHE_DIR=$cache
 
-python=python3
-if ! python3 -c 'import numpy' 2>/dev/null && [ -x .venv/bin/python3 ]; then python=.venv/bin/python3; fi
-
 configure_and_build() { cmake --preset "$1" && cmake --build --preset "$1" -j "$(nproc)"; }
 
 build_twice() {
@@ -33,6 +30,8 @@ planted() {
 }
 
 step setup scripts/setup.sh
+python=python3
+if ! python3 -c 'import numpy' 2>/dev/null && [ -x .venv/bin/python3 ]; then python=.venv/bin/python3; fi
 step build configure_and_build default
 [ "$failed" = 0 ] || finish  # the rest would test an older build
 step_ctest tests --test-dir build --timeout 600

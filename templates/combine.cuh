@@ -15,7 +15,9 @@ __device__ __forceinline__ const uint8_t *returned_row(const moeflow_combine_par
 
 template <class Model>
 __device__ __forceinline__ Eight scaled(Eight sum) {
-  for (int j = 0; j < 8; j++) sum.value[j] = __fmul_rn(sum.value[j], Model::output_scale);
+  if constexpr (Model::output_scale != 1.0f) {
+    for (int j = 0; j < 8; j++) sum.value[j] = __fmul_rn(sum.value[j], Model::output_scale);
+  }
   return sum;
 }
 

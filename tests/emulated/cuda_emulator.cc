@@ -47,7 +47,9 @@ struct Warp {
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  std::vector<unsigned> order;
+  std::vector<unsigned> warp_order, lane_order;
+  bool greedy; /* a warp runs on as far as it can before the next one starts */
+  unsigned yields;
   unsigned waiting;
   unsigned any[2];
   unsigned barriers; /* passed so far */
@@ -69,7 +71,8 @@ thread_local Block block;
     const Fiber &fiber = block.fibers[i];
     static const char *const names[] = {"running", "block barrier", "warp", "finished"};
     if (i % 32 == 0 || fiber.state != block.fibers[i - 1].state || fiber.site.line != block.fibers[i - 1].site.line) {
-      fprintf(stderr, "  thread %zu: %s %s:%d\n", i, names[fiber.state], fiber.site.file ? fiber.site.file : "", fiber.site.line);
+      fprintf(stderr, "  thread %zu: %s %s:%d\n", i, names[fiber.state], fiber.site.file ? fiber.site.file : "",
+              fiber.site.line);
     }
   }
   abort();
@@ -120,7 +123,8 @@ void release(unsigned first, unsigned end, State state, unsigned *waiting) {
   const Site site = block.fibers[first].site;
   for (unsigned i = first; i < end; i++) {
     Fiber &fiber = block.fibers[i];
-    if (fiber.site.line != site.line || strcmp(fiber.site.file, site.file)) fail("threads wait at different barriers", fiber.site);
+    if (fiber.site.line != site.line || strcmp(fiber.site.file, site.file))
+      fail("threads wait at different barriers", fiber.site);
     if (fiber.state != state) fail("a thread is missing at a barrier", site);
     fiber.state = ready;
   }
@@ -142,19 +146,35 @@ void after_resume(unsigned thread) {
   }
 }
 
+/* Resumes each lane that can go on, once. */
+bool run_lanes(unsigned warp) {
+  bool moved = false;
+  for (unsigned lane : block.lane_order) {
+    const unsigned thread = warp * 32 + lane;
+    if (block.fibers[thread].state != ready) continue;
+    moved = true;
+    resume(thread);
+    after_resume(thread);
+  }
+  return moved;
+}
+
 void run_block() {
   for (;;) {
     bool moved = false;
-    unsigned done = 0;
-    for (unsigned thread : block.order) {
-      if (block.fibers[thread].state == finished) done++;
-      if (block.fibers[thread].state != ready) continue;
-      moved = true;
-      resume(thread);
-      after_resume(thread);
+    for (unsigned warp : block.warp_order) {
+      for (;;) {
+        const unsigned yields = block.yields;
+        if (!run_lanes(warp)) break;
+        moved = true;
+        if (!block.greedy || yields != block.yields) break;
+      }
     }
-    if (done == block.fibers.size()) return;
-    if (!moved) fail("threads wait for others that ended or wait elsewhere", block.fibers[block.order[0]].site);
+    if (moved) continue;
+    for (const Fiber &fiber : block.fibers) {
+      if (fiber.state != finished) fail("threads wait for others that ended or wait elsewhere", fiber.site);
+    }
+    return;
   }
 }
 
@@ -202,7 +222,10 @@ void launch(unsigned blocks, unsigned threads, size_t dynamic_shared_bytes, cons
   block.shared_bytes = dynamic_shared_bytes;
   for (unsigned number : order_of(blocks, schedule)) {
     blockIdx = {number, 0, 0};
-    block.order = order_of(threads, schedule < 2 ? schedule : schedule + number);
+    const unsigned seed = schedule < 2 ? schedule : schedule + number;
+    block.warp_order = order_of(threads / 32, seed);
+    block.lane_order = order_of(32, seed);
+    block.greedy = schedule != 0;
     block.shared = nullptr;
     if (dynamic_shared_bytes) {
       block.shared = static_cast<unsigned char *>(aligned_alloc(128, (dynamic_shared_bytes + 127) / 128 * 128));
@@ -216,6 +239,7 @@ void launch(unsigned blocks, unsigned threads, size_t dynamic_shared_bytes, cons
 
 void yield() {
   sched_yield();
+  block.yields++;
   wait_at(ready, self().site);
 }
 
@@ -267,8 +291,8 @@ unsigned char *dynamic_shared() {
   return block.shared;
 }
 
-/* The bytes arrive when the thread waits for them; until then the destination holds 0xff, which is NaN as bf16. All 16 source
- * bytes are touched even when none is used: their address must be legal. */
+/* The bytes arrive when the thread waits for them; until then the destination holds 0xff, which is NaN as bf16. All 16
+ * source bytes are touched even when none is used: their address must be legal. */
 void copy_async(void *to, const void *from, int bytes) {
   if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("misaligned copy", self().site);
   if (bytes != 0 && bytes != 16) fail("a copy of neither 0 nor 16 bytes", self().site);
@@ -293,7 +317,8 @@ void copy_wait(int pending) {
   }
 }
 
-/* PTX, "Warp-level matrix load": lane 8i + j gives row j of matrix i; lane l receives columns 2 * (l % 4), + 1 of row l / 4. */
+/* PTX, "Warp-level matrix load": lane 8i + j gives row j of matrix i; lane l receives columns 2 * (l % 4), + 1 of row l / 4.
+ */
 void load_matrix(uint32_t *registers, int count, const void *row) {
   if (reinterpret_cast<uintptr_t>(row) % 16) fail("misaligned matrix row", self().site);
   const unsigned char *lanes = warp_gather(EMULATED_SITE, &row, sizeof row);
@@ -317,9 +342,9 @@ float half_of(uint32_t pair, int high) {
 
 }  // namespace
 
-/* PTX, "Matrix fragments for mma.m16n8k16": element (row, k) of a is in lane row % 8 * 4 + k % 8 / 2, register row / 8 + k / 8 * 2;
- * element (k, column) of b in lane column * 4 + k % 8 / 2, register k / 8; a lane's sums are rows lane / 4 and + 8, columns
- * lane % 4 * 2 and + 1. */
+/* PTX, "Matrix fragments for mma.m16n8k16": element (row, k) of a is in lane row % 8 * 4 + k % 8 / 2, register row / 8 + k /
+ * 8 * 2; element (k, column) of b in lane column * 4 + k % 8 / 2, register k / 8; a lane's sums are rows lane / 4 and + 8,
+ * columns lane % 4 * 2 and + 1. */
 void mma_bf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
   const unsigned char *lanes = warp_gather(EMULATED_SITE, &mine, sizeof mine);

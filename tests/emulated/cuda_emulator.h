@@ -1,10 +1,10 @@
 /* Runs the text of templates/ on the CPU: the CUDA words that it uses, block by block, each thread a fiber of the calling
  * pthread. Included before any template (the build does it with -include).
  *
- * What goes wrong silently on a GPU fails loudly here: a barrier that not all threads reach, or reach at different lines; a warp
- * function without its whole warp; shared memory read before a copy was waited for (it holds 0xff until then); misaligned
- * vectors and accesses out of bounds (sanitizers). `emulator::schedule` changes the order of blocks and threads: results that
- * differ between schedules show a missing barrier. */
+ * What goes wrong silently on a GPU fails loudly here: a barrier that not all threads reach, or reach at different lines; a
+ * warp function without its whole warp; shared memory read before a copy was waited for (it holds 0xff until then);
+ * misaligned vectors and accesses out of bounds (sanitizers). `emulator::schedule` changes the order of blocks and threads:
+ * results that differ between schedules show a missing barrier. */
 #ifndef MOEFLOW_CUDA_EMULATOR_H
 #define MOEFLOW_CUDA_EMULATOR_H
 
@@ -47,7 +47,8 @@ struct Site { /* where in the source a thread waits */
 };
 #define EMULATED_SITE (emulator::Site{__FILE__, __LINE__})
 
-/* 0: blocks and threads in order; 1: in reverse; others seed a shuffle. Used by the next launch of this pthread. */
+/* 0: blocks in order, warps and lanes in turns; 1: all in reverse; others seed a shuffle. Other than with 0, a warp runs as
+ * far as it can before the next one starts. Used by the next launch of this pthread. */
 extern thread_local unsigned schedule;
 
 /* Runs `kernel` once per thread of each block. Aborts the process with a message when the kernel breaks a rule. */

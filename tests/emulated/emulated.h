@@ -1,5 +1,5 @@
-/* What the emulated tests share: guarded buffers, a random source, bf16 by its definition, and the rows' layout spelled out anew
- * (nothing here calls templates/, except for the structs and constants of abi.h). */
+/* What the emulated tests share: guarded buffers, a random source, bf16 by its definition, and the rows' layout spelled out
+ * anew (nothing here calls templates/, except for the structs and constants of abi.h). */
 #ifndef MOEFLOW_EMULATED_H
 #define MOEFLOW_EMULATED_H
 
@@ -34,10 +34,18 @@ class Buffer {
     __asan_unpoison_memory_region(memory_, bytes_ + 2 * guard);
     free(memory_);
   }
-  T *data() { return reinterpret_cast<T *>(memory_ + guard); }
-  T &operator[](size_t i) { return data()[i]; }
-  size_t size() const { return count_; }
-  void fill(int byte) { memset(memory_ + guard, byte, count_ * sizeof(T)); }
+  T *data() {
+    return reinterpret_cast<T *>(memory_ + guard);
+  }
+  T &operator[](size_t i) {
+    return data()[i];
+  }
+  size_t size() const {
+    return count_;
+  }
+  void fill(int byte) {
+    memset(memory_ + guard, byte, count_ * sizeof(T));
+  }
 
  private:
   static constexpr size_t guard = 1024;
@@ -55,9 +63,15 @@ class Random { /* SplitMix64, public domain */
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
   }
-  int below(int count) { return static_cast<int>(next() % static_cast<uint64_t>(count)); }
-  double unit() { return static_cast<double>(next() >> 11) * 0x1p-53; }
-  float normal() { return static_cast<float>(std::sqrt(-2 * std::log(1 - unit())) * std::cos(6.283185307179586 * unit())); }
+  int below(int count) {
+    return static_cast<int>(next() % static_cast<uint64_t>(count));
+  }
+  double unit() {
+    return static_cast<double>(next() >> 11) * 0x1p-53;
+  }
+  float normal() {
+    return static_cast<float>(std::sqrt(-2 * std::log(1 - unit())) * std::cos(6.283185307179586 * unit()));
+  }
 
  private:
   uint64_t state_;
@@ -95,10 +109,18 @@ inline uint16_t to_bf16(float value) {
 struct Layout {
   int hidden;
   int top_k;
-  static int64_t padded(int64_t bytes) { return (bytes + 127) & ~int64_t{127}; }
-  int64_t hidden_at() const { return padded(16 + top_k * 8); }
-  int64_t bytes() const { return hidden_at() + padded(hidden * int64_t{2}); }
-  int64_t return_bytes(bool fp32) const { return padded(hidden * int64_t{fp32 ? 4 : 2}); }
+  static int64_t padded(int64_t bytes) {
+    return (bytes + 127) & ~int64_t{127};
+  }
+  int64_t hidden_at() const {
+    return padded(16 + top_k * 8);
+  }
+  int64_t bytes() const {
+    return hidden_at() + padded(hidden * int64_t{2});
+  }
+  int64_t return_bytes(bool fp32) const {
+    return padded(hidden * int64_t{fp32 ? 4 : 2});
+  }
 };
 
 struct Header {
@@ -109,10 +131,18 @@ struct Header {
 class RowWriter {
  public:
   RowWriter(uint8_t *row, const Layout &layout) : row_(row), layout_(layout) {}
-  void header(const Header &header) { memcpy(row_, &header, sizeof header); }
-  void id(int k, int32_t place) { memcpy(row_ + 16 + 4 * k, &place, 4); }
-  void weight(int k, float weight) { memcpy(row_ + 16 + 4 * layout_.top_k + 4 * k, &weight, 4); }
-  void hidden(int column, uint16_t bits) { memcpy(row_ + layout_.hidden_at() + 2 * column, &bits, 2); }
+  void header(const Header &header) {
+    memcpy(row_, &header, sizeof header);
+  }
+  void id(int k, int32_t place) {
+    memcpy(row_ + 16 + 4 * k, &place, 4);
+  }
+  void weight(int k, float weight) {
+    memcpy(row_ + 16 + 4 * layout_.top_k + 4 * k, &weight, 4);
+  }
+  void hidden(int column, uint16_t bits) {
+    memcpy(row_ + layout_.hidden_at() + 2 * column, &bits, 2);
+  }
 
  private:
   uint8_t *row_;
@@ -125,10 +155,10 @@ inline moeflow_lane lane_at(uint32_t epoch) {
   return lane;
 }
 
-#define EXPECT_EQUAL(got, want)                                                                   \
-  do {                                                                                            \
-    auto got_ = (got);                                                                            \
-    decltype(got_) want_ = (want);                                                                \
-    EXPECT(got_ == want_, "%g, not %g", static_cast<double>(got_), static_cast<double>(want_));   \
+#define EXPECT_EQUAL(got, want)                                                                 \
+  do {                                                                                          \
+    auto got_ = (got);                                                                          \
+    decltype(got_) want_ = (want);                                                              \
+    EXPECT(got_ == want_, "%g, not %g", static_cast<double>(got_), static_cast<double>(want_)); \
   } while (0)
 #endif

@@ -56,30 +56,41 @@ void words() {
 }
 
 void broken_kernels() {
-  EXPECT(caught(64, 0, [] {
-    if (threadIdx.x < 32) __syncthreads();
-  }), "half a block at a barrier");
-  EXPECT(caught(64, 0, [] {
-    if (threadIdx.x % 2) {
-      __syncthreads();
-    } else {
-      __syncthreads();
-    }
-  }), "two barriers");
-  EXPECT(caught(32, 0, [] {
-    if (threadIdx.x != 7) __syncwarp();
-  }), "a lane is missing");
+  EXPECT(caught(64, 0,
+                [] {
+                  if (threadIdx.x < 32) __syncthreads();
+                }),
+         "half a block at a barrier");
+  EXPECT(caught(64, 0,
+                [] {
+                  if (threadIdx.x % 2) {
+                    __syncthreads();
+                  } else {
+                    __syncthreads();
+                  }
+                }),
+         "two barriers");
+  EXPECT(caught(32, 0,
+                [] {
+                  if (threadIdx.x != 7) __syncwarp();
+                }),
+         "a lane is missing");
   EXPECT(caught(32, 0, [] { __shfl_sync(0xffffu, 1, 0); }), "half a mask");
   EXPECT(caught(48, 0, [] {}), "half a warp");
-  EXPECT(caught(32, 0, [] {
-    Buffer<uint4> from(1);
-    moeflow::copy_async_16(moeflow::to_shared(moeflow::dynamic_shared()), reinterpret_cast<char *>(from.data()) + 8, 16);
-  }), "a misaligned copy");
+  EXPECT(caught(32, 0,
+                [] {
+                  Buffer<uint4> from(1);
+                  moeflow::copy_async_16(moeflow::to_shared(moeflow::dynamic_shared()),
+                                         reinterpret_cast<char *>(from.data()) + 8, 16);
+                }),
+         "a misaligned copy");
   EXPECT(caught(32, 0, [] { *(volatile unsigned char *)(moeflow::dynamic_shared() + 1024) = 1; }), "beyond shared memory");
-  EXPECT(!caught(64, 0, [] {
-    __syncthreads();
-    __syncwarp();
-  }), "a good kernel");
+  EXPECT(!caught(64, 0,
+                 [] {
+                   __syncthreads();
+                   __syncwarp();
+                 }),
+         "a good kernel");
 }
 
 /* A missing barrier: the result depends on the schedule. */

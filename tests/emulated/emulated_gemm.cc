@@ -1,5 +1,5 @@
-/* gate_up and down against plain loops: sizes that are no multiple of a tile, experts with no and many entries, gathered rows,
- * strides, pointer arrays, gate/up orders; and the promise of order tag 1: every tile size gives the same bits. */
+/* gate_up and down against plain loops: sizes that are no multiple of a tile, experts with no and many entries, gathered
+ * rows, strides, pointer arrays, gate/up orders; and the promise of order tag 1: every tile size gives the same bits. */
 #include "down.cuh"
 #include "emulated.h"
 #include "gate_up.cuh"
@@ -44,18 +44,30 @@ struct Problem {
   std::vector<std::unique_ptr<Buffer<uint16_t>>> gate_up, down; /* one per expert, or one for all */
   std::unique_ptr<Buffer<const uint8_t *>> gate_up_pointers, down_pointers;
 
-  int experts() const { return static_cast<int>(load.size()); }
-  int gate_row(int i) const { return order == interleaved ? 2 * i : order == up_then_gate ? intermediate + i : i; }
-  int up_row(int i) const { return order == interleaved ? 2 * i + 1 : order == up_then_gate ? i : intermediate + i; }
-  int64_t stride(int columns) const { return columns + row_gap; }
+  int experts() const {
+    return static_cast<int>(load.size());
+  }
+  int gate_row(int i) const {
+    return order == interleaved ? 2 * i : order == up_then_gate ? intermediate + i : i;
+  }
+  int up_row(int i) const {
+    return order == interleaved ? 2 * i + 1 : order == up_then_gate ? i : intermediate + i;
+  }
+  int64_t stride(int columns) const {
+    return columns + row_gap;
+  }
 
   uint16_t *matrix(std::vector<std::unique_ptr<Buffer<uint16_t>>> &all, int expert, int matrix_rows, int columns) {
     if (pointers) return all[static_cast<size_t>(expert)]->data();
     return all[0]->data() + expert * expert_stride(matrix_rows, columns);
   }
-  int64_t expert_stride(int matrix_rows, int columns) const { return matrix_rows * stride(columns) + 24; }
+  int64_t expert_stride(int matrix_rows, int columns) const {
+    return matrix_rows * stride(columns) + 24;
+  }
   /* The last row of the last matrix ends with the buffer: reading further is caught. */
-  int64_t matrix_size(int matrix_rows, int columns) const { return (matrix_rows - 1) * stride(columns) + columns; }
+  int64_t matrix_size(int matrix_rows, int columns) const {
+    return (matrix_rows - 1) * stride(columns) + columns;
+  }
 
   void make_matrices(std::vector<std::unique_ptr<Buffer<uint16_t>>> &all, int matrix_rows, int columns, Random &random) {
     const int64_t one = matrix_size(matrix_rows, columns);
@@ -74,7 +86,9 @@ struct Problem {
     }
   }
 
-  uint8_t *row(int number) { return received->data() + number / rows * block_bytes + number % rows * layout.bytes(); }
+  uint8_t *row(int number) {
+    return received->data() + number / rows * block_bytes + number % rows * layout.bytes();
+  }
 
   void make_rows(Random &random) {
     block_bytes = (rows + 5) * layout.bytes();
@@ -101,8 +115,8 @@ struct Problem {
     }
   }
 
-  moeflow_matrix describe(std::vector<std::unique_ptr<Buffer<uint16_t>>> &all, Buffer<const uint8_t *> &table, int matrix_rows,
-                          int columns) {
+  moeflow_matrix describe(std::vector<std::unique_ptr<Buffer<uint16_t>>> &all, Buffer<const uint8_t *> &table,
+                          int matrix_rows, int columns) {
     if (pointers) return {nullptr, table.data(), 0, stride(columns) * 2};
     return {reinterpret_cast<const uint8_t *>(all[0]->data()), nullptr, expert_stride(matrix_rows, columns) * 2,
             stride(columns) * 2};
@@ -143,7 +157,8 @@ void run(Problem &problem, unsigned schedule, Results &results) {
   up.row_step = problem.order == interleaved ? 2 : 1;
   up.activations = results.activations.data();
   const unsigned up_blocks = static_cast<unsigned>(tiles_max * ((Model::intermediate + 63) / 64));
-  emulator::launch(up_blocks, 128, static_cast<size_t>(moeflow_gemm_shared_bytes(2, Variant::tile_tokens, 64, 64, Variant::stages)),
+  emulator::launch(up_blocks, 128,
+                   static_cast<size_t>(moeflow_gemm_shared_bytes(2, Variant::tile_tokens, 64, 64, Variant::stages)),
                    [&] { moeflow::gate_up<Model, Variant>(up); });
 
   moeflow_down_params down = {};
@@ -154,7 +169,8 @@ void run(Problem &problem, unsigned schedule, Results &results) {
   down.weights = problem.describe(problem.down, *problem.down_pointers, Model::hidden, Model::intermediate);
   down.outputs = results.outputs.data();
   const unsigned down_blocks = static_cast<unsigned>(tiles_max * ((Model::hidden + 63) / 64));
-  emulator::launch(down_blocks, 128, static_cast<size_t>(moeflow_gemm_shared_bytes(1, Variant::tile_tokens, 64, 64, Variant::stages)),
+  emulator::launch(down_blocks, 128,
+                   static_cast<size_t>(moeflow_gemm_shared_bytes(1, Variant::tile_tokens, 64, 64, Variant::stages)),
                    [&] { moeflow::down<Model, Variant>(down); });
 }
 
@@ -181,7 +197,8 @@ void check(Problem &problem, Results &results) {
     const uint16_t *down = problem.matrix(problem.down, e, Model::hidden, Model::intermediate);
     for (int n = 0; n < problem.load[static_cast<size_t>(e)]; n++, position++) {
       const int32_t entry = (*problem.entries)[static_cast<size_t>(position)];
-      const uint16_t *hidden = reinterpret_cast<const uint16_t *>(problem.row(entry / Model::top_k) + problem.layout.hidden_at());
+      const uint16_t *hidden =
+          reinterpret_cast<const uint16_t *>(problem.row(entry / Model::top_k) + problem.layout.hidden_at());
       const uint16_t *got = results.activations.data() + position * Model::intermediate;
       for (int i = 0; i < Model::intermediate; i++) {
         const double gate = dot(gate_up + problem.gate_row(i) * problem.stride(Model::hidden), hidden, Model::hidden);

@@ -120,7 +120,7 @@ struct moeflow_record { /* pinned host memory, one per lane; read by moeflow_pol
  * compute: number r * K + k. Its position in expert-major order (experts ascending, entries ascending within one) indexes
  * the activations and the down output. */
 
-#define MOEFLOW_LOCAL_EXPERTS_MAX 4096 /* slots that a rank may own: expert_index and expert_prepare count in shared memory */
+#define MOEFLOW_LOCAL_EXPERTS_MAX 4096 /* slots that a rank may own: their counts stand in shared memory */
 #define MOEFLOW_CHUNK_ROWS 64 /* rows that one block of expert_index and expert_prepare handles */
 
 struct moeflow_tile { /* at most tile_tokens consecutive positions of one local expert */

@@ -220,7 +220,8 @@ moeflow_status store_obtain(struct store *store, const struct key *key, store_ma
   if (find_into(store, key, outcome, &state)) goto cleanup; /* somebody made it while we waited */
   if (state == STORE_DAMAGED) {
     outcome->damaged = 1;
-    snprintf(outcome->warning, sizeof outcome->warning, "%s", moeflow_last_error());
+    const char *why = moeflow_last_error(), *advice = strstr(why, "; run"); /* that is what we are about to do */
+    snprintf(outcome->warning, sizeof outcome->warning, "%.*s", advice ? (int)(advice - why) : (int)strlen(why), why);
     CHECK(quarantine(store, key->hash, lock.folder));
   }
   CHECK(make_and_publish(store, key, make, user, outcome));

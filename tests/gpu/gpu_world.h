@@ -210,9 +210,9 @@ static void gpu_close_one(struct world *world, int rank, void *argument) {
   struct world_rank *host = &world->rank[rank];
   struct gpu_rank *mine = &gpu->rank[rank];
   CU(cuCtxPushCurrent(gpu->context));
-  world_note(world, rank, moeflow_layer_destroy(host->layer));
-  world_note(world, rank, moeflow_group_destroy(host->group));
-  world_note(world, rank, moeflow_close(host->context));
+  EXPECT(moeflow_layer_destroy(host->layer) == MOEFLOW_OK, "rank %d: %s", rank, moeflow_last_error());
+  EXPECT(moeflow_group_destroy(host->group) == MOEFLOW_OK, "rank %d: %s", rank, moeflow_last_error());
+  EXPECT(moeflow_close(host->context) == MOEFLOW_OK, "rank %d: %s", rank, moeflow_last_error());
   CUdeviceptr memory[] = {mine->matrices[0], mine->matrices[1], mine->hidden, mine->out,
                           mine->ids,         mine->weights,     mine->logits};
   for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) {
@@ -228,7 +228,6 @@ static void gpu_close_one(struct world *world, int rank, void *argument) {
 }
 
 static void gpu_close(struct gpu *gpu) {
-  for (int r = 0; r < gpu->world.ranks; r++) gpu->world.rank[r].status = MOEFLOW_OK;
   world_each(&gpu->world, gpu_close_one, gpu);
 }
 

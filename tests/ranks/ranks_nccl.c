@@ -1,0 +1,318 @@
+/* Two processes, each with a GPU of its own, over NCCL. They are forked before anything touches CUDA; each case is a fresh
+ * pair, and the parent waits a bounded time for both. */
+#include <errno.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "../gpu/gpu_world.h"
+#include "nccl_library.h"
+
+#define RANKS 2
+#define TOKENS 40
+#define CASE_SECONDS 120
+
+static struct gpu gpu = {.world = {.ranks = RANKS, .capacity = 64}};
+static int my_rank;
+static int id_pipe[2]; /* from rank 0 to rank 1 */
+
+/* ---- This process's rank ---- */
+
+static void meet(void) {
+  if (my_rank == 0) {
+    EXPECT(moeflow_get_unique_id(MOEFLOW_TRANSPORT_NCCL, &gpu.world.id) == MOEFLOW_OK, "%s", moeflow_last_error());
+    EXPECT(write(id_pipe[1], &gpu.world.id, sizeof gpu.world.id) == (ssize_t)sizeof gpu.world.id, "%s", strerror(errno));
+  } else {
+    EXPECT(read(id_pipe[0], &gpu.world.id, sizeof gpu.world.id) == (ssize_t)sizeof gpu.world.id, "%s", strerror(errno));
+  }
+}
+
+static void start(void) {
+  gpu.world.spec = world_spec(512, 256, 16, 4);
+  gpu_defaults(&gpu);
+  gpu.device = my_rank;
+  gpu.transport = MOEFLOW_TRANSPORT_NCCL;
+  gpu_start(&gpu);
+  gpu_build(&gpu.world.spec, gpu.arch); /* each into a cache of its own, unless MOEFLOW_TEST_CACHE is set */
+  meet();
+}
+
+static void open_rank(void) {
+  start();
+  gpu_open_one(&gpu.world, my_rank, &gpu);
+  EXPECT(gpu.world.rank[my_rank].status == MOEFLOW_OK, "rank %d: %s", my_rank, gpu.world.rank[my_rank].message);
+  if (gpu.world.rank[my_rank].status != MOEFLOW_OK) exit(1);
+}
+
+static void close_rank(void) {
+  gpu_close_one(&gpu.world, my_rank, &gpu);
+}
+
+static void run(struct step *step) {
+  struct gpu_step both = {&gpu, step};
+  gpu_step_one(&gpu.world, my_rank, &both);
+}
+
+/* This rank's tokens against the reference; the other rank's are its own business. */
+static void expect_mine(const struct step *step, const char *what) {
+  struct step mine = *step;
+  for (int r = 0; r < RANKS; r++) {
+    if (r != my_rank) mine.tokens[r] = 0;
+  }
+  step_expect(&gpu.world, &mine, what);
+}
+
+static void fill(struct step *step, int first, int second, int seed) {
+  step->tokens[0] = first;
+  step->tokens[1] = second;
+  step_fill(&gpu.world, step, seed);
+}
+
+/* ---- Cases ---- */
+
+static void case_layer(void) {
+  const int counts[][2] = {{1, 1}, {8, 8}, {40, 40}, {0, 33}, {17, 0}, {0, 0}};
+  open_rank();
+  for (int i = 0; i < 6; i++) {
+    struct step step = {.tokens_max = i < 3 ? counts[i][0] : 40};
+    fill(&step, counts[i][0], counts[i][1], 300 + i);
+    run(&step);
+    expect_mine(&step, "over nccl");
+    step.flags = MOEFLOW_FORWARD_IDENTITY;
+    run(&step);
+    expect_mine(&step, "identity over nccl");
+    step_free(&gpu.world, &step);
+  }
+  close_rank();
+}
+
+static void case_two_lanes(void) {
+  gpu.world.lanes = 2;
+  open_rank();
+  for (int i = 0; i < 6; i++) {
+    struct step step = {.tokens_max = 40, .lane = i % 2};
+    fill(&step, 40 - i, 3 * i, 310 + i);
+    run(&step);
+    expect_mine(&step, "two lanes");
+    step_free(&gpu.world, &step);
+  }
+  close_rank();
+}
+
+static void case_graph(void) {
+  static uint16_t eager[TOKENS * 512];
+  struct step step = {.tokens_max = TOKENS};
+  open_rank();
+  fill(&step, TOKENS, TOKENS - 7, 320);
+  run(&step);
+  expect_mine(&step, "eager");
+  const size_t bytes = (size_t)step.tokens[my_rank] * 1024;
+  memcpy(eager, step.out[my_rank], bytes);
+  CUgraphExec exec = gpu_capture(&gpu, &step, my_rank);
+  for (int i = 0; i < 100; i++) {
+    gpu_put(&gpu, &step, my_rank);
+    CUX(cuGraphLaunch(exec, gpu.rank[my_rank].stream));
+    gpu_get(&gpu, &step, my_rank);
+    EXPECT(!memcmp(eager, step.out[my_rank], bytes), "replay %d", i);
+  }
+  EXPECT(moeflow_poll(gpu.world.rank[my_rank].group, 1000) == MOEFLOW_OK, "%s", moeflow_last_error());
+  CUX(cuGraphExecDestroy(exec));
+  step_free(&gpu.world, &step);
+  close_rank();
+}
+
+/* Ranks with different capacities: both are told, and which. */
+static void case_capacity_differs(void) {
+  gpu.world.capacity = my_rank ? 65 : 64;
+  start();
+  gpu_open_one(&gpu.world, my_rank, &gpu);
+  const struct world_rank *mine = &gpu.world.rank[my_rank];
+  EXPECT(mine->status == MOEFLOW_ERROR_MISMATCH, "%d: %s", mine->status, mine->message);
+  EXPECT(strstr(mine->message, "capacity: rank 0 has 64, rank 1 has 65"), "%s", mine->message);
+  EXPECT(moeflow_close(mine->context) == MOEFLOW_OK, "%s", moeflow_last_error());
+}
+
+static void case_places_differ(void) {
+  static int32_t places[16];
+  moeflow_layer_config config = MOEFLOW_LAYER_CONFIG_INIT;
+  moeflow_layer *layer;
+  open_rank();
+  struct world_rank *mine = &gpu.world.rank[my_rank];
+  for (int e = 0; e < 16; e++) places[e] = my_rank ? (e % 2) << 16 | e / 2 : (e / 8) << 16 | e % 8;
+  config.places = places;
+  EXPECT(moeflow_layer_create(mine->group, mine->context, &config, &layer) == MOEFLOW_OK, "%s", moeflow_last_error());
+  moeflow_weights weights = MOEFLOW_WEIGHTS_INIT;
+  weights.gate_up = gpu_pointer(gpu.rank[my_rank].matrices[0]);
+  weights.down = gpu_pointer(gpu.rank[my_rank].matrices[1]);
+  EXPECT(moeflow_layer_bind(layer, &weights) == MOEFLOW_OK, "%s", moeflow_last_error());
+  const moeflow_status status = moeflow_prepare(&layer, 1, 0);
+  EXPECT(status == MOEFLOW_ERROR_MISMATCH && strstr(moeflow_last_error(), "places"), "%d: %s", status, moeflow_last_error());
+  EXPECT(moeflow_layer_destroy(layer) == MOEFLOW_OK);
+  close_rank();
+}
+
+/* Rank 1 never joins: an error within the timeout, and this process can end. */
+static void case_rank_missing(void) {
+  gpu.world.timeout_ms = 3000;
+  start();
+  if (my_rank == 1) return;
+  struct timespec begin, end;
+  clock_gettime(CLOCK_MONOTONIC, &begin);
+  gpu_open_one(&gpu.world, my_rank, &gpu);
+  clock_gettime(CLOCK_MONOTONIC, &end);
+  const struct world_rank *mine = &gpu.world.rank[my_rank];
+  EXPECT(mine->status == MOEFLOW_ERROR_TIMEOUT, "%d: %s", mine->status, mine->message);
+  EXPECT(end.tv_sec - begin.tv_sec < 20, "%ld s", (long)(end.tv_sec - begin.tv_sec));
+  EXPECT(moeflow_close(mine->context) == MOEFLOW_OK, "%s", moeflow_last_error());
+}
+
+/* Rank 1 ends itself between two steps: rank 0's next step is reported, and an abort frees it. */
+static void case_rank_dies(void) {
+  struct step step = {.tokens_max = TOKENS};
+  open_rank();
+  fill(&step, 8, 8, 330);
+  run(&step);
+  expect_mine(&step, "before");
+  if (my_rank == 1) _exit(0);
+  sleep(1);
+  struct world_rank *mine = &gpu.world.rank[0];
+  gpu_put(&gpu, &step, 0);
+  moeflow_forward_args args = gpu_args(&gpu, &step, 0);
+  moeflow_forward(mine->layer, &args);
+  const moeflow_status status = moeflow_poll(mine->group, 3000);
+  EXPECT(status == MOEFLOW_ERROR_TIMEOUT || status == MOEFLOW_ERROR_NCCL, "%d: %s", status, moeflow_last_error());
+  EXPECT(moeflow_abort(mine->group) == MOEFLOW_OK, "%s", moeflow_last_error());
+  gpu_get(&gpu, &step, 0); /* the stream ends */
+  EXPECT(moeflow_poll(mine->group, 1000) == MOEFLOW_ERROR_PEER, "%s", moeflow_last_error());
+  for (int i = 0; i < 8 * 512; i++) EXPECT(step.out[0][i] == 0x7fc0, "element %d", i);
+  close_rank();
+}
+
+static void case_adopt(void) {
+  struct step step = {.tokens_max = TOKENS};
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclComm_t comm;
+  ncclUniqueId id;
+  start();
+  memcpy(&id, &gpu.world.id, sizeof id);
+  EXPECT(nccl_load() == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(nccl.ncclCommInitRankConfig(&comm, RANKS, id, my_rank, &config) == ncclSuccess);
+  moeflow_open_config open = MOEFLOW_OPEN_CONFIG_INIT;
+  moeflow_group_config group = MOEFLOW_GROUP_CONFIG_INIT;
+  struct world_rank *mine = &gpu.world.rank[my_rank];
+  open.device = gpu.device;
+  open.model = gpu.world.spec.name;
+  open.cache = gpu_cache;
+  group.rank = my_rank;
+  group.ranks = RANKS;
+  group.capacity = gpu.world.capacity;
+  group.nccl_comm = comm;
+  EXPECT(moeflow_open(&open, &mine->context) == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(moeflow_group_create(&mine->context, 1, &group, &mine->group) == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(moeflow_layer_create(mine->group, mine->context, NULL, &mine->layer) == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(gpu_bind(&gpu, my_rank) == MOEFLOW_OK && moeflow_prepare(&mine->layer, 1, 0) == MOEFLOW_OK, "%s",
+         moeflow_last_error());
+  gpu_make_buffers(&gpu, my_rank);
+  fill(&step, TOKENS, 5, 340);
+  run(&step);
+  expect_mine(&step, "adopted communicator");
+  step_free(&gpu.world, &step);
+  close_rank();
+  EXPECT(nccl.ncclCommDestroy(comm) == ncclSuccess, "the caller's communicator is still good");
+}
+
+/* All-to-all, all-gather and reduce-scatter captured in one process over plain device memory, 8 MB a peer: replays end. */
+static void case_all_kinds_captured(void) {
+  const size_t bytes = 8 << 20;
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclComm_t comm;
+  ncclUniqueId id;
+  CUstream stream;
+  CUgraph graph;
+  CUgraphExec exec;
+  __typeof__(ncclReduceScatter) *reduce_scatter = NULL;
+  start();
+  memcpy(&id, &gpu.world.id, sizeof id);
+  EXPECT(nccl_load() == MOEFLOW_OK, "%s", moeflow_last_error());
+  void *library = dlopen(nccl.path, RTLD_NOW | RTLD_LOCAL);
+  *(void **)&reduce_scatter = library ? dlsym(library, "ncclReduceScatter") : NULL;
+  if (!nccl.ncclAlltoAll || !reduce_scatter) SKIP("this NCCL has no ncclAlltoAll");
+  EXPECT(nccl.ncclCommInitRankConfig(&comm, RANKS, id, my_rank, &config) == ncclSuccess);
+  CU(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+  void *send = gpu_pointer(gpu_memory(NULL, RANKS * bytes)), *receive = gpu_pointer(gpu_memory(NULL, RANKS * bytes));
+  for (int captured = 0; captured < 2; captured++) {
+    if (captured) CUX(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+    EXPECT(nccl.ncclAlltoAll(send, receive, bytes, ncclInt8, comm, (cudaStream_t)stream) == ncclSuccess);
+    EXPECT(nccl.ncclAllGather(send, receive, bytes, ncclInt8, comm, (cudaStream_t)stream) == ncclSuccess);
+    EXPECT(reduce_scatter(send, receive, bytes / 2, ncclBfloat16, ncclSum, comm, (cudaStream_t)stream) == ncclSuccess);
+  }
+  CUX(cuStreamEndCapture(stream, &graph));
+  CUX(cuGraphInstantiate(&exec, graph, 0));
+  for (int i = 0; i < 100; i++) CUX(cuGraphLaunch(exec, stream));
+  CU(cuStreamSynchronize(stream));
+  CUX(cuGraphExecDestroy(exec));
+  CUX(cuGraphDestroy(graph));
+  EXPECT(nccl.ncclCommDestroy(comm) == ncclSuccess);
+}
+
+/* ---- The parent ---- */
+
+static int gpus(void) {
+  int devices = 0;
+  if (driver_load() != MOEFLOW_OK) return 0;
+  return driver.cuDeviceGetCount(&devices) == CUDA_SUCCESS ? devices : 0;
+}
+
+static int exit_code(pid_t child, int64_t deadline) {
+  const struct timespec nap = {0, 20000000};
+  int result;
+  while (waitpid(child, &result, WNOHANG) == 0) {
+    if (time(NULL) > deadline) {
+      kill(child, SIGKILL);
+      waitpid(child, &result, 0);
+      return -1;
+    }
+    nanosleep(&nap, NULL);
+  }
+  return WIFEXITED(result) ? WEXITSTATUS(result) : -2;
+}
+
+static void run_case(const char *name, void (*run_it)(void)) {
+  pid_t children[RANKS];
+  if (pipe(id_pipe)) exit(1);
+  fflush(NULL);
+  for (int r = 0; r < RANKS; r++) {
+    children[r] = fork();
+    if (children[r] != 0) continue;
+    my_rank = r;
+    test_checks = test_failures = 0;
+    run_it();
+    fflush(NULL);
+    exit(test_failures != 0);
+  }
+  const int64_t deadline = time(NULL) + CASE_SECONDS;
+  for (int r = 0; r < RANKS; r++) {
+    const int code = exit_code(children[r], deadline);
+    EXPECT(code == 0, "%s: rank %d %s %d", name, r, code == -1 ? "hung:" : "ends with", code);
+  }
+  close(id_pipe[0]);
+  close(id_pipe[1]);
+}
+
+int main(void) {
+  pid_t looker = fork(); /* this process must not touch CUDA before it forks */
+  int result = 0;
+  if (looker == 0) _exit(gpus());
+  waitpid(looker, &result, 0);
+  if (!WIFEXITED(result) || WEXITSTATUS(result) < RANKS) SKIP("%d GPUs, and %d are needed", WEXITSTATUS(result), RANKS);
+  run_case("layer", case_layer);
+  run_case("two lanes", case_two_lanes);
+  run_case("graph", case_graph);
+  run_case("capacity differs", case_capacity_differs);
+  run_case("places differ", case_places_differ);
+  run_case("rank missing", case_rank_missing);
+  run_case("rank dies", case_rank_dies);
+  run_case("adopt", case_adopt);
+  run_case("all kinds captured", case_all_kinds_captured);
+  TEST_END;
+}

@@ -122,25 +122,29 @@ static moeflow_status break_for_missing(struct hub *hub, const char *came, const
 
 /* ---- Joining ---- */
 
+static int all_joined(const struct hub *hub) {
+  return !memchr(hub->joined, 0, (size_t)hub->ranks);
+}
+
 static moeflow_status join_locked(struct hub *hub, int rank, int ranks) {
   char why[256];
   if (hub->broken) return broken(hub);
+  if (all_joined(hub)) { /* a stranger: the group goes on without it */
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "rank %d comes to a group that is complete: its unique_id is used a second time", rank);
+  }
   if (hub->ranks != ranks) {
     snprintf(why, sizeof why, "ranks disagree on ranks: rank %d says %d, the others %d", rank, ranks, hub->ranks);
     return break_hub(hub, MOEFLOW_ERROR_MISMATCH, why);
   }
   if (hub->joined[rank]) {
-    snprintf(why, sizeof why, "two ranks of the group say they are rank %d, or its unique_id is used a second time", rank);
+    snprintf(why, sizeof why, "two ranks of the group say they are rank %d", rank);
     return break_hub(hub, MOEFLOW_ERROR_ARGUMENT, why);
   }
   hub->joined[rank] = 1;
   hub->present++;
   pthread_cond_broadcast(&hub->changed);
   return MOEFLOW_OK;
-}
-
-static int all_joined(const struct hub *hub) {
-  return !memchr(hub->joined, 0, (size_t)hub->ranks);
 }
 
 static moeflow_status await_all(struct hub *hub, int timeout_ms) {

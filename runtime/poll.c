@@ -145,7 +145,12 @@ void group_poison(struct moeflow_group *group) {
   atomic_store(&group->aborted, 1);
   __atomic_store_n(group->abort, 1u, __ATOMIC_RELEASE);
   for (int i = 0; i < group->lane_count; i++) { /* the record keeps the first cause; the word only has to be set */
-    context->backend->upload(context, &group->lanes[i].state->poison, &poison, sizeof poison);
+    uint32_t *word = &group->lanes[i].state->poison;
+    if (context->backend == &backend_cpu) {
+      __atomic_store_n(word, poison, __ATOMIC_RELEASE); /* other threads may be reading it */
+    } else {
+      context->backend->upload(context, word, &poison, sizeof poison);
+    }
   }
 }
 

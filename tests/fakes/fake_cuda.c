@@ -30,7 +30,10 @@ static struct fake_call *note(const char *name, void *stream) {
 
 /* Counts down; true for the call that has to fail. */
 static int fails(int *count) {
-  return *count > 0 && --*count == 0;
+  pthread_mutex_lock(&mutex);
+  const int now = *count > 0 && --*count == 0;
+  pthread_mutex_unlock(&mutex);
+  return now;
 }
 
 static struct fake_stream *stream_of(CUstream stream) {

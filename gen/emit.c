@@ -127,7 +127,7 @@ moeflow_status emit_unit(const struct plan_draft *draft, int index, char text[EM
   put(&writer, "};\n");
   put_variant(&writer, variant, &draft->depth[index]);
   put(&writer,
-      "\nextern \"C\" __global__ void __launch_bounds__(%d)\n"
+      "\nextern \"C\" __global__ void __launch_bounds__(%d, 1)\n"
       "moeflow_%s(const __grid_constant__ moeflow_%s_params params) {\n"
       "  moeflow::%s<Model, Variant>(params);\n"
       "}\n",

@@ -18,7 +18,7 @@ static const struct gemm_tile {
 } gemm_tiles[] = {
     {8, 64, 64, 4, 128, 1, 8},
     {32, 64, 64, 4, 128, 1, 48},
-    {128, 64, 64, 4, 128, 1, 0},
+    {64, 64, 64, 4, 128, 1, 0},
 };
 #define GEMM_TILES ((int)(sizeof gemm_tiles / sizeof gemm_tiles[0]))
 

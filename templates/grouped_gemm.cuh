@@ -5,8 +5,8 @@
  * few rows wastes little. Four warps own 16 weight rows each, of every matrix: gate and up sums of one element meet in one
  * thread. Weights and rows stream through a ring of `stages` depth steps by cp.async.
  *
- * Order tag 1: each sum runs over the depth in ascending steps of 16, in one accumulator, whatever the tile sizes; so a
- * row's results do not depend on the variant or on the other rows. */
+ * Order tag 1: each sum runs over the depth in ascending steps of 32, each summed from zero in two slices of 16, whatever
+ * the tile sizes; so a row's results do not depend on the variant or on the other rows. */
 #ifndef MOEFLOW_GROUPED_GEMM_CUH
 #define MOEFLOW_GROUPED_GEMM_CUH
 
@@ -38,11 +38,11 @@ struct TokenTile {
   }
 
   /* Column fragments of rows 8 * n .. 8 * n + 15 (n + 1 needs tile_tokens of at least 16): b[0..1], then b[2..3]. */
-  static __device__ __forceinline__ void fragment_16(shared_address stage, int n, int slice, uint32_t (&b)[4]) {
+  static __device__ __forceinline__ void fragment(shared_address stage, int n, int slice, uint32_t (&b)[4]) {
     const int lane = threadIdx.x % 32;
     load_matrix_4(b, stage + tile_offset(n * 8 + lane / 16 * 8 + lane % 8, slice * 2 + lane / 8 % 2));
   }
-  static __device__ __forceinline__ void fragment_8(shared_address stage, int n, int slice, uint32_t (&b)[2]) {
+  static __device__ __forceinline__ void fragment(shared_address stage, int n, int slice, uint32_t (&b)[2]) {
     const int lane = threadIdx.x % 32;
     load_matrix_2(b, stage + tile_offset(n * 8 + lane % 8, slice * 2 + lane / 8 % 2));
   }
@@ -51,33 +51,49 @@ struct TokenTile {
 template <class Variant, int matrices>
 struct Sums {
   static constexpr int column_tiles = Variant::tile_tokens / 8;
+  static constexpr int together = column_tiles == 1 ? 1 : 2; /* column tiles that one fragment load serves */
   float sum[matrices][column_tiles][4];
 
-  /* One stage of the ring: four slices of 16 values, in order. */
+  template <class Tokens, int chain>
+  __device__ __forceinline__ void add_step(const uint32_t (&a)[chain][matrices][4], shared_address tokens, int n,
+                                           int slice) {
+    float step[matrices][together][4] = {};
+#pragma unroll
+    for (int i = 0; i < chain; i++) {
+      uint32_t b[2 * together];
+      Tokens::fragment(tokens, n, slice + i, b);
+#pragma unroll
+      for (int m = 0; m < matrices; m++) {
+#pragma unroll
+        for (int j = 0; j < together; j++) mma_bf16(step[m][j], a[i][m], b[2 * j], b[2 * j + 1]);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < matrices; m++) {
+#pragma unroll
+      for (int j = 0; j < together; j++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[m][n + j][i] += step[m][j][i];
+      }
+    }
+  }
+
+  /* One stage of the ring, in steps of `chain` slices. The tensor cores sum a step's products from zero, and the step is
+   * then added to the running sum in FP32: tensor cores cut bits off where an FP32 addition rounds, and a chain over the
+   * whole depth would pile that up to errors that flip bf16 roundings. */
   template <class Operand, class Tokens>
   __device__ __forceinline__ void add(const Operand &operand, shared_address weights, shared_address tokens) {
+    constexpr int chain = 2;
 #pragma unroll
-    for (int slice = 0; slice < Variant::tile_depth / 16; slice++) {
-      uint32_t a[matrices][4];
+    for (int slice = 0; slice < Variant::tile_depth / 16; slice += chain) {
+      uint32_t a[chain][matrices][4];
 #pragma unroll
-      for (int m = 0; m < matrices; m++) operand.fragment(weights, m, slice, a[m]);
-      if constexpr (column_tiles == 1) {
-        uint32_t b[2];
-        Tokens::fragment_8(tokens, 0, slice, b);
+      for (int i = 0; i < chain; i++) {
 #pragma unroll
-        for (int m = 0; m < matrices; m++) mma_bf16(sum[m][0], a[m], b[0], b[1]);
-      } else {
-#pragma unroll
-        for (int n = 0; n < column_tiles; n += 2) {
-          uint32_t b[4];
-          Tokens::fragment_16(tokens, n, slice, b);
-#pragma unroll
-          for (int m = 0; m < matrices; m++) {
-            mma_bf16(sum[m][n], a[m], b[0], b[1]);
-            mma_bf16(sum[m][n + 1], a[m], b[2], b[3]);
-          }
-        }
+        for (int m = 0; m < matrices; m++) operand.fragment(weights, m, slice + i, a[i][m]);
       }
+#pragma unroll
+      for (int n = 0; n < column_tiles; n += together) add_step<Tokens>(a, tokens, n, slice);
     }
   }
 

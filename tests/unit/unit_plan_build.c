@@ -57,7 +57,7 @@ static void buckets_follow_the_rule(void) {
   EXPECT(plan_build(&spec, "sm_90a", &draft) == MOEFLOW_OK);
   for (int rows = 1; rows <= 70000; rows += rows < 3000 ? 1 : 997) {
     double per_expert = (double)rows * 8 / 288;
-    int tile = per_expert <= 8 ? 8 : per_expert <= 48 ? 32 : 128;
+    int tile = per_expert <= 8 ? 8 : per_expert <= 48 ? 32 : 64;
     const struct plan_bucket *bucket = plan_bucket_for(&draft.plan, rows);
     EXPECT(plan_variant(&draft.plan, KERNEL_GATE_UP, bucket->gate_up)->tile_tokens == tile, "%d rows", rows);
     EXPECT(plan_variant(&draft.plan, KERNEL_DOWN, bucket->down)->tile_tokens == tile, "%d rows", rows);

@@ -1,5 +1,6 @@
 /* moeflow-run: one expert-parallel MoE layer on made-up weights and tokens, checked against the reference. */
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "environment.h"
 #include "hand_example.h"
@@ -49,6 +50,7 @@ static int run(struct setup *setup) {
       code = run_launched(&shared, &failure);
       break;
     case RANKS_THREADS:
+      setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* waiting ranks must not share a hardware queue with busy ones */
       launch_interruptible();
       code = launch_threads(setup->ep, timeout_ms, worker_run, &shared, &failure);
       break;

@@ -69,19 +69,21 @@ static moeflow_transport resolve(const moeflow_group_config *config, int on_gpu,
   return MOEFLOW_TRANSPORT_NCCL;
 }
 
-/* Each rank's exchange waits on the device for kernels of the others, which must not queue behind it: a hardware queue for
- * each stream (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default) and one resident block for each waiting rank. */
+/* Each rank's exchange waits on the device for kernels and copies of the others, which must not queue behind it: a hardware
+ * queue (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default) for each lane's stream and for each context's own, and one resident
+ * block for each waiting rank. Fewer queues were seen to hang now and then: 8 ranks with 8 of them. */
 static moeflow_status check_local_gpu(const moeflow_group_config *config) {
   const char *text = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
   int queues = text && atoi(text) > 0 ? atoi(text) : 8;
   if (config->ranks > LOCAL_GPU_RANKS_MAX) {
     return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks on one GPU; at most %d", config->ranks, LOCAL_GPU_RANKS_MAX);
   }
-  if (config->ranks * config->lanes <= queues) return MOEFLOW_OK;
+  const int needed = config->ranks == 1 ? 1 : config->ranks * (config->lanes + 1);
+  if (needed <= queues) return MOEFLOW_OK;
   return status_set(MOEFLOW_ERROR_ENVIRONMENT,
-                    "%d ranks x %d lanes on one GPU need as many hardware queues and there are %d: set "
+                    "%d ranks with %d lane(s) on one GPU need %d hardware queues and there are %d: set "
                     "CUDA_DEVICE_MAX_CONNECTIONS=32 before the process touches the GPU",
-                    config->ranks, config->lanes, queues);
+                    config->ranks, config->lanes, needed, queues);
 }
 
 static moeflow_status check_local(const moeflow_group_config *config, int on_gpu) {

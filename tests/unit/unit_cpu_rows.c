@@ -28,7 +28,8 @@ static void reset(uint32_t epoch) {
 
 /* ---- pack ---- */
 
-static const int32_t places[E] = {0 << 16 | 0, 0 << 16 | 1, 1 << 16 | 0, 1 << 16 | 1, MOEFLOW_PLACE_NONE};
+/* One element more than there are experts: whoever takes id E for an expert finds a place. */
+static const int32_t places[E + 1] = {0 << 16 | 0, 0 << 16 | 1, 1 << 16 | 0, 1 << 16 | 1, MOEFLOW_PLACE_NONE, 0};
 
 struct sent { /* what pack is given, by a source of rank 1, two-sided: both peers' blocks in one send buffer */
   uint16_t hidden[4][H];
@@ -39,7 +40,7 @@ struct sent { /* what pack is given, by a source of rank 1, two-sided: both peer
 
 static void fill_sent(struct sent *sent) {
   static const int32_t ids[4][K] = {{0, 1, 0}, {2, -1, 5}, {3, 0, INT32_MAX}, {4, INT32_MIN, 2}};
-  static const float weights[4][K] = {{0.5f, 0.25f, 1}, {1, 1, 1}, {1, 0.0f, 1}, {1, 1, -0.0f}};
+  static const float weights[4][K] = {{0.3f, 0.25f, 1}, {1, 1, 1}, {1, 0.0f, 1}, {1, 1, -0.0f}};
   for (int t = 0; t < 4; t++) {
     for (int i = 0; i < H; i++) sent->hidden[t][i] = (uint16_t)(0x3f00 + 16 * t + i);
   }

@@ -41,5 +41,6 @@ step_unittest python "$python" -m unittest discover -v -s integrations/python/te
 step build-asan configure_and_build asan
 step_ctest asan --test-dir build-asan --timeout 600 -L '^(unit|emulated)$'
 step planted planted
+grep 'planted defects caught' "$logs/planted.log" | sed 's/^/   /' || true
 step format check_format
 finish

@@ -124,7 +124,7 @@ static void check_token_picks(struct check *check, const struct reference_router
   }
 }
 
-static void check_router(struct check *check) {
+void check_router(struct check *check) {
   const struct reference_router router = inputs_router(&check->worker->setup->inputs);
   if (check->step.form != STAGE_LOGITS) return;
   check->result->router_exact = POINT_YES;
@@ -158,8 +158,7 @@ static struct reference_layer reference_of(const struct setup *setup) {
   };
 }
 
-/* Which of this rank's tokens the reference computes: all, or a seeded sample with the first and the last. */
-static int choose_rows(const struct check *check, int *rows) {
+int check_choose_rows(const struct check *check, int *rows) {
   const struct setup *setup = check->worker->setup;
   const struct options_point *point = &setup->options.points[check->point];
   const int tokens = check->step.tokens;
@@ -208,7 +207,7 @@ static moeflow_status sample_new(const struct check *check, struct sample *sampl
   const struct spec *spec = &check->worker->setup->model.spec;
   const size_t h = (size_t)spec->hidden, k = (size_t)spec->top_k;
   *sample = (struct sample){.rows = malloc(((size_t)check->step.tokens + 1) * sizeof(int))};
-  if (sample->rows) sample->count = choose_rows(check, sample->rows);
+  if (sample->rows) sample->count = check_choose_rows(check, sample->rows);
   const size_t count = (size_t)sample->count + 1;
   sample->hidden = malloc(count * h * sizeof(uint16_t));
   sample->got = malloc(count * h * sizeof(uint16_t));
@@ -247,7 +246,7 @@ static void tell_difference(struct check *check, const struct sample *sample,
              one.element, REFERENCE_ELEMENT_MAX);
 }
 
-static moeflow_status check_reference(struct check *check) {
+moeflow_status check_reference(struct check *check) {
   const struct setup *setup = check->worker->setup;
   const struct reference_layer layer = reference_of(setup);
   struct reference_difference difference;
@@ -270,7 +269,7 @@ static moeflow_status check_reference(struct check *check) {
 
 /* ---- Bitwise ---- */
 
-static void check_same(struct check *check, int32_t *verdict, const char *what, int number) {
+void check_same(struct check *check, int32_t *verdict, const char *what, int number) {
   const size_t columns = (size_t)check->worker->setup->model.spec.hidden;
   const size_t values = (size_t)check->step.tokens * columns;
   char experts[256];

@@ -10,7 +10,7 @@ moeflow_status check_point(struct worker *worker, int point, struct point_result
 /* Steps without comparisons; their median time is no benchmark. */
 moeflow_status check_nothing(struct worker *worker, int point, struct point_result *result);
 
-/* ---- Between the files of the check ---- */
+/* ---- The parts of the check, for its files and tests: each records what it finds in check->result ---- */
 
 struct check { /* one rank at one point */
   struct worker *worker;
@@ -35,6 +35,22 @@ void check_experts(const struct check *check, int token, char text[256]);
  * all_weights: [ranks, tokens_max, K], gathered from the ranks. */
 moeflow_status check_dispatch(struct check *check, const int32_t *all_ids, const float *all_weights);
 
+/* The router's picks in check->ids and check->weights against the reference's; main form STAGE_LOGITS only. */
+void check_router(struct check *check);
+
+/* Which of this rank's tokens the reference computes: all, or from 512 tokens over all ranks up a seeded sample with the first
+ * and the last. rows has room for all; returns how many were chosen. */
+int check_choose_rows(const struct check *check, int *rows);
+
+/* check->output of the chosen rows against the reference, given check->ids and check->weights. */
+moeflow_status check_reference(struct check *check);
+
+/* check->scratch against check->output, bit for bit; `what` and `number` name the step. */
+void check_same(struct check *check, int32_t *verdict, const char *what, int number);
+
 /* One step of identity experts with one live choice a token: the hidden state must come home bit for bit. */
 moeflow_status check_identity(struct check *check);
+
+/* Its comparison: check->scratch against the hidden state, times the scale if that is on the output. */
+void check_returned(struct check *check, const int32_t *ids);
 #endif

@@ -135,7 +135,7 @@ static void one_choice(const struct check *check, int32_t *ids, float *weights) 
   }
 }
 
-static void check_returned(struct check *check, const int32_t *ids) {
+void check_returned(struct check *check, const int32_t *ids) {
   const struct spec *spec = &check->worker->setup->model.spec;
   const float scale = spec->scale_on == SPEC_SCALE_OUTPUT ? (float)spec->scale : 1.0f;
   for (int t = 0; t < check->step.tokens; t++) {

@@ -143,6 +143,8 @@ static moeflow_status choose_transport(struct setup *setup) {
     if (!cpu && setup->ep > 1 && setup->transport == MOEFLOW_TRANSPORT_LOCAL)
       say(setup, "%d GPU(s) for %d ranks: all ranks run on GPU 0 (--transport local)", gpus, setup->ep);
   }
+  if (!cpu && setup->transport == MOEFLOW_TRANSPORT_LOCAL)
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* a hardware queue per waiting rank, before anything touches the GPU */
   setup->ranks = RANKS_FORKED;
   if (setup->launcher.name) setup->ranks = RANKS_LAUNCHED;
   if (setup->transport == MOEFLOW_TRANSPORT_LOCAL)

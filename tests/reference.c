@@ -202,7 +202,8 @@ static void run_threads(struct job *job, int threads) {
   for (int t = 0; t < started; t++) pthread_join(helpers[t], NULL);
 }
 
-/* ---- The way home ---- */
+/* ---- The way home: FP32, as the table of roundings has it. Double holds the products exactly and a sum of two floats
+ * closely enough that the cast rounds once. ---- */
 
 static double round_returned(const struct reference_layer *layer, double value) {
   return layer->return_fp32 ? (double)(float)value : reference_from_bf16(reference_to_bf16(value));
@@ -226,7 +227,7 @@ static double owner_sum(const struct reference_layer *layer, const struct token 
   double sum = 0;
   for (int k = 0; k < layer->top_k; k++) {
     if (token->owners[k] != owner) continue;
-    sum += (double)token->weights[k] * token->values[(size_t)k * layer->hidden + column];
+    sum = (float)(sum + (float)((double)token->weights[k] * token->values[(size_t)k * layer->hidden + column]));
   }
   return round_returned(layer, sum);
 }
@@ -235,7 +236,8 @@ static double combine_choices(const struct reference_layer *layer, const struct 
   double sum = 0;
   for (int k = 0; k < layer->top_k; k++) {
     if (token->owners[k] < 0) continue;
-    sum += token->weights[k] * round_returned(layer, token->values[(size_t)k * layer->hidden + column]);
+    sum =
+        (float)(sum + (float)(token->weights[k] * round_returned(layer, token->values[(size_t)k * layer->hidden + column])));
   }
   return sum;
 }
@@ -250,7 +252,7 @@ static double combine_owners(const struct reference_layer *layer, const struct t
     if (layer->ring && !first)
       sum = reference_from_bf16(reference_to_bf16((float)(sum + value)));
     else
-      sum += value;
+      sum = (float)(sum + value);
     first = 0;
   }
   return sum;
@@ -259,7 +261,7 @@ static double combine_owners(const struct reference_layer *layer, const struct t
 static void combine_token(const struct reference_layer *layer, const struct token *token, uint16_t *out) {
   for (int c = 0; c < layer->hidden; c++) {
     const double sum = layer->choices ? combine_choices(layer, token, c) : combine_owners(layer, token, c);
-    out[c] = reference_to_bf16(sum * layer->output_scale);
+    out[c] = reference_to_bf16((float)(sum * (float)layer->output_scale));
   }
 }
 

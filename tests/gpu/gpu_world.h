@@ -62,6 +62,7 @@ struct gpu {
 static void gpu_start(struct gpu *gpu) {
   CUdevice device;
   int major, minor;
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1); /* ranks on one GPU wait for each other */
   if (driver_load() != MOEFLOW_OK) SKIP("%s", moeflow_last_error());
   void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
 #define GPU_RESOLVE(name) *(void **)&gpu_driver.name = library ? dlsym(library, GPU_SYMBOL(name)) : NULL;

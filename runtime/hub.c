@@ -7,6 +7,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "deadline.h"
 #include "fingerprint.h"
 #include "status.h"
 
@@ -16,13 +17,16 @@ struct kept {
 };
 
 struct hub {
-  struct hub *next; /* in `hubs`, while ranks are in */
+  struct hub *next; /* in `hubs` */
   moeflow_unique_id id;
+  int listed; /* in `hubs`: it has an id */
   int ranks;
-  int present;    /* ranks that joined and have not left */
-  int arrived;    /* ranks that are in the present gather */
-  unsigned round; /* gathers completed */
-  int broken;     /* somebody gave up: why, for the others */
+  int present;     /* ranks that joined and have not left */
+  int came;        /* ranks that tried to join */
+  int64_t expires; /* a broken hub stays so long for ranks that come late, to tell them why */
+  int arrived;     /* ranks that are in the present gather */
+  unsigned round;  /* gathers completed */
+  int broken;      /* somebody gave up: why, for the others */
   moeflow_status broken_status;
   char broken_why[256];
   size_t bytes;    /* of the present gather */
@@ -93,6 +97,20 @@ static void unlink_hub(struct hub *hub) {
   if (*at) *at = hub->next;
 }
 
+/* Nobody is in it, and nobody is left to be told why. */
+static int is_over(const struct hub *hub) {
+  return !hub->present && (hub->came >= hub->ranks || deadline_passed(hub->expires));
+}
+
+static void remove_old(void) {
+  for (struct hub *next, *hub = hubs; hub; hub = next) {
+    next = hub->next;
+    if (!is_over(hub)) continue;
+    unlink_hub(hub);
+    hub_free(hub);
+  }
+}
+
 /* ---- Failing together ---- */
 
 static moeflow_status broken(const struct hub *hub) {
@@ -160,20 +178,25 @@ static moeflow_status await_all(struct hub *hub, int timeout_ms) {
 moeflow_status hub_join(const moeflow_unique_id *id, int rank, int ranks, int timeout_ms, struct hub **hub_out) {
   moeflow_status status = MOEFLOW_OK;
   pthread_mutex_lock(&mutex);
+  remove_old();
   struct hub *hub = find(id);
   *hub_out = NULL;
   if (!hub) {
     hub = hub_new(id, ranks);
     if (!hub) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d ranks to meet", ranks);
     if (id) {
+      hub->listed = 1;
       hub->next = hubs;
       hubs = hub;
     }
   }
+  hub->came++;
+  hub->expires = deadline_in(timeout_ms);
   CHECK(join_locked(hub, rank, ranks));
   *hub_out = hub; /* from here on the caller leaves it, whatever happens */
   CHECK(await_all(hub, timeout_ms));
 cleanup:
+  remove_old();
   pthread_mutex_unlock(&mutex);
   return status;
 }
@@ -240,20 +263,20 @@ void hub_keep(struct hub *hub, const struct hub_memory *memory) {
 }
 
 void hub_leave(struct hub *hub, hub_release_fn release, void *user) {
+  struct kept *kept = NULL;
   if (!hub) return;
   pthread_mutex_lock(&mutex);
-  int last = --hub->present == 0;
-  if (last) {
-    unlink_hub(hub);
-  } else { /* the others can no longer meet in full */
-    break_hub(hub, MOEFLOW_ERROR_STATE, "a rank has left the group");
+  break_hub(hub, MOEFLOW_ERROR_STATE, "a rank has left the group"); /* the others can no longer meet in full */
+  if (--hub->present == 0) {
+    kept = hub->kept;
+    hub->kept = NULL;
+    if (!hub->listed) hub_free(hub);
+    remove_old();
   }
   pthread_mutex_unlock(&mutex);
-  if (!last) return;
-  for (struct kept *next, *kept = hub->kept; kept; kept = next) {
+  for (struct kept *next; kept; kept = next) {
     next = kept->next;
     release(user, &kept->memory);
     free(kept);
   }
-  hub_free(hub);
 }

@@ -34,12 +34,12 @@ python=python3
 if ! python3 -c 'import numpy' 2>/dev/null && [ -x .venv/bin/python3 ]; then python=.venv/bin/python3; fi
 step build configure_and_build default
 [ "$failed" = 0 ] || finish  # the rest would test an older build
-step_ctest tests --test-dir build --timeout 600
+step_ctest tests build --timeout 600
 step build-twice build_twice
 step choices-every-ep tests/every_ep.sh build/bin/moeflow-run models/deepseek-v2-lite.yaml --backend cpu --reduce choices
 step_unittest python "$python" -m unittest discover -v -s integrations/python/tests
 step build-asan configure_and_build asan
-step_ctest asan --test-dir build-asan --timeout 600 -L '^(unit|emulated)$'
+step_ctest asan build-asan --timeout 600 -L '^(unit|emulated)$'
 step planted planted
 grep 'planted defects caught' "$logs/planted.log" | sed 's/^/   /' || true
 step format check_format

@@ -1,7 +1,7 @@
 # Sourced: named steps that are timed and counted. A step is a command; exit code 77 means skipped, any other but 0 failed.
 #
 #   step NAME COMMAND...       one test
-#   step_ctest NAME ARGS...    each of ctest's tests counts
+#   step_ctest NAME FOLDER ARGS... each of ctest's tests counts
 #   step_unittest NAME ARGS... each test of Python's unittest counts
 #   step_counted NAME COMMAND... its output must end with `N passed, N failed, N skipped`, which is added
 #   finish                     prints `N passed, N failed, N skipped` as the last line and exits 1 if any failed or none passed
@@ -44,15 +44,17 @@ counted() {
   if [ "$bad" != 0 ]; then echo "   FAILED: $name: exit code $code"; show_log "$name"; fi
 }
 
+matches() { grep -cE "^ *[0-9]+/[0-9]+ Test +#$1" "$2" || true; }
+
 step_ctest() {
-  local name=$1 log
-  shift
-  logged "$name" ctest --output-on-failure "$@"
+  local name=$1 folder=$2 log ran passes skips
+  shift 2
+  logged "$name" ctest --output-on-failure --test-dir "$folder" "$@"
   log=$logs/$name.log
-  sed -n 's/^ *[0-9]*\/[0-9]* Test *#[0-9]*: \([^ ]*\) .*\*\*\*Skipped.*/   skipped: \1/p' "$log"
-  counted "$name" "$(grep -cE '^ *[0-9]+/[0-9]+ Test +#.* Passed ' "$log")" \
-    "$(grep -cE '^ *[0-9]+/[0-9]+ Test +#.*\*\*\*' "$log" | { read -r all; echo $((all - $(grep -cE '^ *[0-9]+/[0-9]+ Test +#.*\*\*\*Skipped' "$log"))); })" \
-    "$(grep -cE '^ *[0-9]+/[0-9]+ Test +#.*\*\*\*Skipped' "$log")"
+  awk '/^[0-9]+\/[0-9]+ Testing: / { test = $3 } /^skipped: / { sub(/^skipped: /, ""); print "   skipped: " test ": " $0 }' \
+    "$folder/Testing/Temporary/LastTest.log" 2>/dev/null || true
+  ran=$(matches '' "$log") passes=$(matches '.* Passed ' "$log") skips=$(matches '.*\*\*\*Skipped' "$log")
+  counted "$name" "$passes" $((ran - passes - skips)) "$skips"
 }
 
 step_unittest() {

@@ -68,7 +68,7 @@ static int job_port(void) {
   int length = 0;
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
     if (getenv(names[i])) length += snprintf(text + length, sizeof text - (size_t)length, "%.128s;", getenv(names[i]));
-  if (!length) length = snprintf(text, sizeof text, "parent %ld", (long)getppid());
+  if (!length) length = snprintf(text, sizeof text, "session %ld", (long)getsid(0));
   sha256(text, (size_t)length, digest);
   return 20000 + (digest[0] << 8 | digest[1]) % 12000; /* below Linux's ephemeral ports */
 }

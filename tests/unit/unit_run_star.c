@@ -140,13 +140,14 @@ struct caller {
   int rank, size, port, timeout_ms;
   moeflow_status status;
   char message[STAR_MESSAGE_MAX];
+  int leaves; /* as soon as it is connected */
 };
 
 static void *call(void *argument) {
   struct caller *caller = argument;
   struct star star = {0};
   caller->status = star_connect(caller->rank, caller->size, "127.0.0.1", caller->port, caller->timeout_ms, &star);
-  if (caller->status == MOEFLOW_OK) caller->status = rounds(&star);
+  if (caller->status == MOEFLOW_OK && !caller->leaves) caller->status = rounds(&star);
   snprintf(caller->message, sizeof caller->message, "%s", caller->status == MOEFLOW_OK ? "" : moeflow_last_error());
   star_close(&star);
   return NULL;
@@ -160,17 +161,24 @@ static void connect_all(struct caller *callers, int count) {
 
 static void test_tcp(void) {
   const int port = 32000 + (int)(getpid() % 700);
-  struct caller fine[RANKS], few[2] = {{0, 3, port, 400, 0, ""}, {1, 3, port, 400, 0, ""}};
-  struct caller odd[2] = {{0, 2, port, 1000, 0, ""}, {1, 3, port, 1000, 0, ""}};
-  for (int rank = 0; rank < RANKS; rank++) fine[rank] = (struct caller){rank, RANKS, port, 5000, 0, ""};
+  struct caller fine[RANKS], few[2] = {{0, 3, port, 400, 0, "", 0}, {1, 3, port, 400, 0, "", 0}};
+  struct caller odd[2] = {{0, 2, port, 1000, 0, "", 0}, {1, 3, port, 1000, 0, "", 0}};
+  for (int rank = 0; rank < RANKS; rank++) fine[rank] = (struct caller){rank, RANKS, port, 5000, 0, "", 0};
   connect_all(fine, RANKS);
   for (int rank = 0; rank < RANKS; rank++) EXPECT(fine[rank].status == MOEFLOW_OK, "rank %d: %s", rank, fine[rank].message);
+  fine[2].leaves = 1;
+  connect_all(fine, RANKS);
+  for (int rank = 0; rank < RANKS; rank++) {
+    if (rank == 2) continue;
+    EXPECT(fine[rank].status == MOEFLOW_ERROR_PEER && strstr(fine[rank].message, "rank 2 is gone"), "rank %d: %s", rank,
+           fine[rank].message);
+  }
   connect_all(few, 2);
   EXPECT(few[0].status == MOEFLOW_ERROR_TIMEOUT && strstr(few[0].message, "rank 2 did not"), "%s", few[0].message);
   EXPECT(few[1].status != MOEFLOW_OK, "rank 1 of a run that never began");
   connect_all(odd, 2);
   EXPECT(odd[0].status == MOEFLOW_ERROR_MISMATCH && strstr(odd[0].message, "rank 1 of 3"), "%s", odd[0].message);
-  struct caller alone = {1, 2, port, 300, 0, ""};
+  struct caller alone = {1, 2, port, 300, 0, "", 0};
   connect_all(&alone, 1);
   EXPECT(alone.status == MOEFLOW_ERROR_TIMEOUT && strstr(alone.message, "rank 0 did not listen"), "%s", alone.message);
 }

@@ -1,5 +1,6 @@
-/* What --check and the plain run do with one point. Collective; on every rank the same steps whatever the results, so that a
- * failed comparison is recorded and the ranks stay in step. A status other than MOEFLOW_OK has been agreed on by all ranks. */
+/* What --check and the plain run do with one point. Collective; on every rank the same steps whatever the results, so that
+ * a failed comparison is recorded and the ranks stay in step. A status other than MOEFLOW_OK has been agreed on by all
+ * ranks. */
 #ifndef MOEFLOW_RUN_CHECK_H
 #define MOEFLOW_RUN_CHECK_H
 
@@ -38,8 +39,8 @@ moeflow_status check_dispatch(struct check *check, const int32_t *all_ids, const
 /* The router's picks in check->ids and check->weights against the reference's; main form STAGE_LOGITS only. */
 void check_router(struct check *check);
 
-/* Which of this rank's tokens the reference computes: all, or from 512 tokens over all ranks up a seeded sample with the first
- * and the last. rows has room for all; returns how many were chosen. */
+/* Which of this rank's tokens the reference computes: all, or from 512 tokens over all ranks up a seeded sample with the
+ * first and the last. rows has room for all; returns how many were chosen. */
 int check_choose_rows(const struct check *check, int *rows);
 
 /* check->output of the chosen rows against the reference, given check->ids and check->weights. */

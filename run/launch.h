@@ -16,8 +16,8 @@ struct launcher {
 /* Reads the environment. MOEFLOW_ERROR_ARGUMENT when a launcher's variables contradict each other. */
 moeflow_status launcher_detect(struct launcher *launcher);
 
-/* Where rank 0 listens: `option` ("HOST:PORT", may be NULL), else MASTER_ADDR and MASTER_PORT + 1, else this machine and a port
- * from the launcher's job, the same for all its ranks. */
+/* Where rank 0 listens: `option` ("HOST:PORT", may be NULL), else MASTER_ADDR and MASTER_PORT + 1, else this machine and a
+ * port from the launcher's job, the same for all its ranks. */
 moeflow_status launcher_rendezvous(const struct launcher *launcher, const char *option, char host[256], int *port);
 
 /* How a rank ended, from the rank or from who watched it. */

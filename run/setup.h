@@ -1,5 +1,5 @@
-/* What a run is, settled before anything starts: the command line, the model, the GPUs and the launcher put together. The same
- * on every rank but for the launcher's numbers. */
+/* What a run is, settled before anything starts: the command line, the model, the GPUs and the launcher put together. The
+ * same on every rank but for the launcher's numbers. */
 #ifndef MOEFLOW_RUN_SETUP_H
 #define MOEFLOW_RUN_SETUP_H
 

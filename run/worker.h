@@ -1,5 +1,5 @@
-/* One rank's life: open, group, layer, weights, points, and everything back again. The ranks agree after each part, so that a
- * failure on one ends all of them with its message; between two agreements a rank does not talk to the others. */
+/* One rank's life: open, group, layer, weights, points, and everything back again. The ranks agree after each part, so
+ * that a failure on one ends all of them with its message; between two agreements a rank does not talk to the others. */
 #ifndef MOEFLOW_RUN_WORKER_H
 #define MOEFLOW_RUN_WORKER_H
 

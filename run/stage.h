@@ -44,7 +44,7 @@ moeflow_status stage_load_ids(struct stage *stage, int tokens, const int32_t *id
 /* Fills the output with NaN, runs one step to its end (bounded), and polls the group. */
 moeflow_status stage_run(struct stage *stage, const struct stage_step *step);
 
-/* GPU only: captures the step on the stream; replays it as stage_run would run it. *ms (may be NULL) is the replay's time. */
+/* GPU only: captures the step on the stream; replays it as stage_run would run it. *ms (may be NULL): how long it took. */
 moeflow_status stage_capture(struct stage *stage, const struct stage_step *step);
 moeflow_status stage_replay(struct stage *stage, const struct stage_step *step, float *ms);
 void stage_forget_graph(struct stage *stage);

@@ -1,7 +1,6 @@
 #include "arena.h"
 
 #define ARENA_ALIGN 256
-#define SPEC_ONLY_TILE_TOKENS 8 /* CPU backend from spec text: no variants, see forward.c */
 
 /* The most of each quantity over the group's contexts, for a full step: C tokens from every rank. */
 struct counts {

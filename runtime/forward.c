@@ -5,8 +5,6 @@
 
 #include "internal.h"
 
-/* The CPU backend opened from spec text has no variants: tiles as small as any variant's, one row block. */
-#define SPEC_ONLY_TILE_TOKENS 8
 #define ROUTER_THREADS 128
 #define IDENTITY_BLOCKS_MAX 1024
 

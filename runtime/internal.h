@@ -15,6 +15,7 @@
 #include "status.h"
 
 #define GROUP_LANES_MAX 2
+#define SPEC_ONLY_TILE_TOKENS 8 /* a context opened from spec text (CPU) has no variants: tiles as small as any variant's */
 
 struct moeflow_context {
   struct handle handle;

@@ -128,7 +128,8 @@ typedef struct moeflow_open_config {
   const char *model;        /* model name, looked up with dtype and the GPU's architecture among the cache's plans */
   const char *dtype;        /* "bf16" */
   const char *cache;        /* cache directory; NULL: MOEFLOW_CACHE_DIR, else $XDG_CACHE_HOME/moeflow, else ~/.cache/moeflow */
-  const char *plan;         /* path of a plan file; overrides model, dtype and cache lookup of the plan */
+  const char *plan;         /* path of a plan file; overrides model, dtype and cache lookup of the plan. With cache = NULL, a
+                               plan that lies in <directory>/plans/ brings <directory> as its cache */
   const char *spec;         /* CPU backend only: canonical spec text (`moeflow-gen explain --format spec`), needs no cache */
   moeflow_log_fn log;       /* may be NULL; called on the thread that logs */
   void *log_user;
@@ -177,17 +178,21 @@ MOEFLOW_API moeflow_status moeflow_get_unique_id(moeflow_transport transport, mo
 MOEFLOW_API moeflow_status moeflow_group_create(moeflow_context *const *contexts, int context_count,
                                                 const moeflow_group_config *config, moeflow_group **group);
 
-/* Destroy captured graphs first: a graph that still holds the group's kernels must not be replayed after this.
- * MOEFLOW_ERROR_STATE while layers of the group live. NULL is allowed. */
+/* Destroy captured graphs first: a graph that still holds the group's kernels must not be replayed after this. This rank's
+ * steps must have ended. Not collective; with LOCAL, buffers that peers may still write are kept until the last rank leaves,
+ * whose thread then calls this group's allocator. MOEFLOW_ERROR_STATE while layers of the group live. NULL is allowed. */
 MOEFLOW_API moeflow_status moeflow_group_destroy(moeflow_group *group);
 
 /* Waits, at most timeout_ms, for the steps enqueued so far to finish, replays included. MOEFLOW_OK when they have.
  * MOEFLOW_ERROR_TIMEOUT names the phase and step that is stuck, and the silent peer where the transport can tell.
  * MOEFLOW_ERROR_PEER: a peer brought an error mark (named), or the group is poisoned (why, by whom, at which step).
- * timeout_ms = 0 only looks. Any thread. */
+ * timeout_ms = 0 only looks. A replay whose first kernel has not begun leaves no trace and is not waited for: synchronise
+ * with its stream where that matters. Any thread. */
 MOEFLOW_API moeflow_status moeflow_poll(moeflow_group *group, int timeout_ms);
 
-/* Gives the group up from any thread: waits on peers end, the group is poisoned, peers learn of it where they can. */
+/* Gives the group up from any thread: waits on peers end, the group is poisoned, peers learn of it where they can. Over NCCL
+ * its communicators are aborted, so that graphs captured with them must not be replayed; an adopted one is the caller's to
+ * abort, which is what ends a wait inside it. */
 MOEFLOW_API moeflow_status moeflow_abort(moeflow_group *group);
 
 /* ---- Layer ---- */
@@ -244,7 +249,7 @@ MOEFLOW_API moeflow_status moeflow_layer_bind(moeflow_layer *layer, const moeflo
 
 /* Collective. Ranks compare the layers' models and cubins (MOEFLOW_ERROR_MISMATCH on all ranks), then everything that
  * forward needs for up to tokens_max tokens is loaded and connected, so that nothing happens lazily later, for example
- * inside a capture. tokens_max = 0 means the capacity. */
+ * inside a capture. tokens_max = 0 means the capacity. Blocks, at most the group's timeout for each meeting of the ranks. */
 MOEFLOW_API moeflow_status moeflow_prepare(moeflow_layer *const *layers, int layer_count, int tokens_max);
 
 /* ---- Forward ---- */

@@ -53,7 +53,7 @@ if [ -z "${MOEFLOW_CACHE_DIR:-}" ]; then
   MOEFLOW_CACHE_DIR=$logs/cache
   mkdir -m 700 "$MOEFLOW_CACHE_DIR"
 fi
-export MOEFLOW_CACHE_DIR
+export MOEFLOW_CACHE_DIR MOEFLOW_BIN=$bin  # the tests' own idea of where the tools are is that of the machine that built them
 
 # checked LABEL MODEL.yaml ARGS...: one moeflow-run --check; needs `need` GPUs
 need=1

@@ -104,8 +104,9 @@ static void gpu_build(const struct spec *spec, const char *arch) {
            spec->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner");
   snprintf(path, sizeof path, "%s", scratch_path("model.yaml"));
   scratch_write(path, yaml, strlen(yaml), 0600);
-  snprintf(command, sizeof command, "'%s/bin/moeflow-gen' build '%s' --dtype bf16 --arch %s --cache '%s' > '%s.log' 2>&1",
-           MOEFLOW_BINARY_DIR, path, arch, gpu_cache, path);
+  const char *bin = getenv("MOEFLOW_BIN"); /* a tree that was built elsewhere */
+  snprintf(command, sizeof command, "'%s/moeflow-gen' build '%s' --dtype bf16 --arch %s --cache '%s' > '%s.log' 2>&1",
+           bin ? bin : MOEFLOW_BINARY_DIR "/bin", path, arch, gpu_cache, path);
   if (system(command) != 0) {
     snprintf(command, sizeof command, "cat '%s.log' >&2", path);
     EXPECT(system(command) == 0 && 0, "moeflow-gen build failed");

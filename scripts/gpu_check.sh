@@ -69,6 +69,7 @@ arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1)
 case $arch in 9.*) arch=sm_90a ;; 10.*) arch=sm_100a ;; 12.*) arch=sm_120 ;; *) arch=sm_80 ;; esac
 step cubins-glm-5.3-flash "$bin/moeflow-gen" build "$glm" --dtype bf16 --arch "$arch"
 step cubins-deepseek-v2-lite "$bin/moeflow-gen" build "$lite" --dtype bf16 --arch "$arch"
+step cubins-deepseek-v2-lite-experts8 "$bin/moeflow-gen" build "$lite" --dtype bf16 --arch "$arch" --experts 8
 step cubins-deepseek-v2-lite-choices "$bin/moeflow-gen" build "$lite" --dtype bf16 --arch "$arch" --reduce choices
 for test in "$bin"/../tests/gpu_* "$bin"/../tests/ranks_*; do
   if [ -f "$test" ] && [ -x "$test" ]; then step "$(basename "$test")" timeout 300 "$test"; fi
@@ -82,6 +83,21 @@ checked glm-5.3-flash-bf16-ep4-local "$glm" --ep 4 --transport local --tokens 0,
 checked glm-5.3-flash-bf16-ep8-local "$glm" --ep 8 --transport local --tokens 0,1,8
 checked deepseek-v2-lite-bf16-ep3-local "$lite" --ep 3 --transport local --tokens 1,32
 step run-choices-every-ep timeout 580 tests/every_ep.sh "$bin/moeflow-run" "$lite" --dtype bf16 --backend cuda --reduce choices
+
+# under COMMAND NAME ARGS...: the checked layer started by a launcher or a tool that may be missing
+under() {
+  local command=$1 label=$2
+  shift 2
+  if ! command -v "$command" >/dev/null; then step "$label" sh -c "echo '$command is not installed'; exit 77"; return; fi
+  if [ "${#gpus[@]}" -lt "$need" ]; then step "$label" sh -c "echo 'needs $need GPUs, has ${#gpus[@]}'; exit 77"; return; fi
+  step "$label" timeout 300 "$command" "$@"
+}
+lite_args=("$bin/moeflow-run" "$lite" --dtype bf16 --backend cuda --tokens 1,8 --check)
+need=2
+under mpirun mpirun -n 2 --allow-run-as-root "${lite_args[@]}" --transport nccl
+under torchrun torchrun --no-python --nproc-per-node 2 --master-port 29555 "${lite_args[@]}" --transport nccl
+need=1
+under compute-sanitizer memcheck --tool memcheck --error-exitcode 9 "${lite_args[@]}" --experts 8 --ep 1 --transport local --replays 3
 
 sha=$("$bin/moeflow-run" --version | sed -n 's/.*"sha": "\([0-9a-f]*\)".*/\1/p')  # what the tested tools were built from
 quoted() { printf '"%s", ' "$@" | sed 's/, $//'; }

@@ -18,17 +18,21 @@
 #include "internal.h"
 #include "nccl_library.h"
 
+#define ABORT_MS 1000 /* what moeflow_abort waits for NCCL's part; the waits on the device have ended long before */
+
 struct comm_nccl {
   struct comm comm;
   struct moeflow_group *group;
   pthread_mutex_t mutex; /* each call on a communicator, so that abort does not free one in use */
-  int aborted;           /* under the mutex */
-  int adopted;           /* the caller's communicator is both control and lane 0: never freed here */
-  int stuck;             /* an adopted communicator never ended a gather: its stream and buffer must stay */
+  atomic_int aborted;
+  int adopted; /* the caller's communicator is both control and lane 0: never freed here */
+  int stuck;   /* an adopted communicator never ended a gather: its stream and buffer must stay */
   ncclComm_t control;
   ncclComm_t lanes[GROUP_LANES_MAX];
-  CUstream stream; /* gathers and connects */
-  uint8_t *buffer; /* device memory: [ranks + 1][FINGERPRINT_BYTES_MAX]; the last is mine */
+  CUstream stream;                        /* gathers and connects */
+  uint8_t *buffer;                        /* device memory: [ranks + 1][FINGERPRINT_BYTES_MAX]; the last is mine */
+  pthread_t closers[GROUP_LANES_MAX + 1]; /* threads that end a communicator each */
+  int closing;
 };
 
 static struct comm_nccl *nccl_of(struct comm *comm) {
@@ -52,26 +56,57 @@ int comm_nccl_version(void) {
 
 /* ---- Giving up ---- */
 
-/* With the mutex held. An adopted communicator is the caller's to abort. */
-static void abort_locked(struct comm_nccl *state) {
-  state->aborted = 1;
-  if (state->adopted) return;
-  for (int i = 0; i < GROUP_LANES_MAX; i++) {
-    if (state->lanes[i]) nccl.ncclCommAbort(state->lanes[i]);
-    state->lanes[i] = NULL;
-  }
-  if (state->control) nccl.ncclCommAbort(state->control);
-  state->control = NULL;
+/* NCCL's own calls wait without bound: both for graphs that were captured with the communicator, destroy also for the other
+ * ranks of the host. So each runs in a thread of its own, which is left alone when it does not end in time. */
+static void *run_abort(void *comm) {
+  nccl.ncclCommAbort(comm);
+  return NULL;
 }
 
+static void *run_destroy(void *comm) {
+  nccl.ncclCommDestroy(comm);
+  return NULL;
+}
+
+static void close_comm(struct comm_nccl *state, ncclComm_t *comm, void *(*run)(void *)) {
+  if (!*comm) return;
+  if (pthread_create(&state->closers[state->closing], NULL, run, *comm)) {
+    run(*comm);
+  } else {
+    state->closing++;
+  }
+  *comm = NULL;
+}
+
+static struct timespec in_ms(int timeout_ms) {
+  const int64_t at = deadline_in(timeout_ms);
+  return (struct timespec){.tv_sec = at / 1000, .tv_nsec = at % 1000 * 1000000};
+}
+
+static void await_closers(struct comm_nccl *state, int timeout_ms) {
+  const struct timespec end = in_ms(timeout_ms);
+  while (state->closing && !pthread_clockjoin_np(state->closers[state->closing - 1], NULL, CLOCK_MONOTONIC, &end)) {
+    state->closing--;
+  }
+}
+
+/* A call that holds the mutex may be blocked by the very steps that abort ends: it is waited for a while, then no longer. An
+ * adopted communicator is the caller's to abort. */
 static void nccl_abort(struct comm *comm) {
   struct comm_nccl *state = nccl_of(comm);
-  pthread_mutex_lock(&state->mutex);
-  if (!state->aborted) abort_locked(state);
-  pthread_mutex_unlock(&state->mutex);
+  const struct timespec end = in_ms(ABORT_MS);
+  const int locked = !pthread_mutex_clocklock(&state->mutex, CLOCK_MONOTONIC, &end);
+  const int first = !atomic_exchange(&state->aborted, 1);
+  if (first && !state->adopted) {
+    for (int i = 0; i < GROUP_LANES_MAX; i++) close_comm(state, &state->lanes[i], run_abort);
+    close_comm(state, &state->control, run_abort);
+  }
+  if (locked) pthread_mutex_unlock(&state->mutex);
+  if (first) await_closers(state, ABORT_MS);
 }
 
 static moeflow_status give_up(struct comm_nccl *state, const char *what) {
+  group_poison(state->group); /* no exchange moves rows from now on */
   nccl_abort(&state->comm);
   if (state->adopted) state->stuck = 1;
   return status_set(MOEFLOW_ERROR_TIMEOUT,
@@ -218,7 +253,7 @@ static moeflow_status open_lane(struct comm_nccl *state, const ncclUniqueId *id,
   moeflow_status status = MOEFLOW_OK;
   const struct moeflow_group *group = state->group;
   pthread_t thread;
-  struct timespec end;
+  const struct timespec end = in_ms(group->timeout_ms);
   struct job *job = calloc(1, sizeof *job);
   if (!job) return status_set(MOEFLOW_ERROR_MEMORY, "no memory to create a communicator");
   *job = (struct job){
@@ -227,9 +262,7 @@ static moeflow_status open_lane(struct comm_nccl *state, const ncclUniqueId *id,
     free(job);
     return status_set(MOEFLOW_ERROR_MEMORY, "no thread to create a communicator");
   }
-  clock_gettime(CLOCK_REALTIME, &end);
-  end.tv_sec += group->timeout_ms / 1000 + 1;
-  if (pthread_timedjoin_np(thread, NULL, &end)) {
+  if (pthread_clockjoin_np(thread, NULL, CLOCK_MONOTONIC, &end)) {
     pthread_detach(thread);
     return give_up(state, "all ranks were there, then the communicator of a lane was not ready");
   }
@@ -294,19 +327,18 @@ static void close_comms(struct comm_nccl *state) {
   if (state->adopted || state->aborted) return;
   for (int i = 0; i < GROUP_LANES_MAX; i++) {
     if (!state->lanes[i]) continue;
-    if (look_comm(state, state->lanes[i], &status) == PROGRESS_DONE) {
-      nccl.ncclCommDestroy(state->lanes[i]);
-    } else {
-      nccl.ncclCommAbort(state->lanes[i]);
-    }
+    const int well = look_comm(state, state->lanes[i], &status) == PROGRESS_DONE;
+    close_comm(state, &state->lanes[i], well ? run_destroy : run_abort);
   }
-  if (state->control) nccl.ncclCommAbort(state->control); /* idle; a non-blocking one would be destroyed in the background */
+  close_comm(state, &state->control, run_abort); /* idle; a non-blocking one would be destroyed in the background */
 }
 
 static void nccl_destroy(struct comm *comm) {
   struct comm_nccl *state = nccl_of(comm);
   if (!state) return;
   close_comms(state);
+  await_closers(state, state->group->timeout_ms);
+  for (int i = 0; i < state->closing; i++) pthread_detach(state->closers[i]);
   if (!state->stuck) {
     if (state->buffer) state->group->contexts[0]->backend->release(state->group->contexts[0], state->buffer);
     if (state->stream) driver.cuStreamDestroy(state->stream);
@@ -380,7 +412,7 @@ cleanup:
 static moeflow_status nccl_health(struct comm *comm) {
   struct comm_nccl *state = nccl_of(comm);
   moeflow_status status = MOEFLOW_OK;
-  pthread_mutex_lock(&state->mutex);
+  if (pthread_mutex_trylock(&state->mutex)) return MOEFLOW_OK; /* a call is under way, perhaps for long */
   for (int i = 0; i < GROUP_LANES_MAX && !state->aborted && status == MOEFLOW_OK; i++) {
     if (state->lanes[i]) look_comm(state, state->lanes[i], &status);
   }

@@ -179,8 +179,9 @@ MOEFLOW_API moeflow_status moeflow_group_create(moeflow_context *const *contexts
                                                 const moeflow_group_config *config, moeflow_group **group);
 
 /* Destroy captured graphs first: a graph that still holds the group's kernels must not be replayed after this. This rank's
- * steps must have ended. Not collective; with LOCAL, buffers that peers may still write are kept until the last rank leaves,
- * whose thread then calls this group's allocator. MOEFLOW_ERROR_STATE while layers of the group live. NULL is allowed. */
+ * steps must have ended. Over NCCL it waits, at most the group's timeout, for captured graphs to go and for the host's other
+ * ranks to leave as well. With LOCAL, buffers that peers may still write are kept until the last rank leaves, whose thread
+ * then calls this group's allocator. MOEFLOW_ERROR_STATE while layers of the group live. NULL is allowed. */
 MOEFLOW_API moeflow_status moeflow_group_destroy(moeflow_group *group);
 
 /* Waits, at most timeout_ms, for the steps enqueued so far to finish, replays included. MOEFLOW_OK when they have.

@@ -143,8 +143,9 @@ void group_poison(struct moeflow_group *group) {
   struct moeflow_context *context = group->contexts[0];
   const uint32_t poison = MOEFLOW_POISON_ABORT;
   atomic_store(&group->aborted, 1);
-  __atomic_store_n(group->abort, 1u, __ATOMIC_RELEASE);
+  if (group->abort) __atomic_store_n(group->abort, 1u, __ATOMIC_RELEASE); /* NULL while the group is being created */
   for (int i = 0; i < group->lane_count; i++) { /* the record keeps the first cause; the word only has to be set */
+    if (!group->lanes[i].state) continue;
     uint32_t *word = &group->lanes[i].state->poison;
     if (context->backend == &backend_cpu) {
       __atomic_store_n(word, poison, __ATOMIC_RELEASE); /* other threads may be reading it */

@@ -33,7 +33,7 @@ struct post {
 struct meeting { /* the ranks of one unique id */
   struct meeting *next;
   ncclUniqueId id;
-  int ranks, joined, left, posted, all_to_all;
+  int ranks, joined, leaving, left, posted, all_to_all;
   struct post posts[RANKS_MAX];
 };
 
@@ -114,7 +114,26 @@ static void leave(struct ncclComm *comm) {
   atomic_fetch_sub(&fake.live, 1);
 }
 
+static void await_graphs(void) {
+  const struct timespec nap = {0, 1000000};
+  while (fake.graphs) nanosleep(&nap, NULL);
+}
+
+static void meet_again(struct meeting *meeting) {
+  const struct timespec nap = {0, 1000000};
+  pthread_mutex_lock(&mutex);
+  meeting->leaving++;
+  while (fake.destroy_meets && meeting->leaving < meeting->ranks) {
+    pthread_mutex_unlock(&mutex);
+    nanosleep(&nap, NULL);
+    pthread_mutex_lock(&mutex);
+  }
+  pthread_mutex_unlock(&mutex);
+}
+
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  await_graphs();
+  meet_again(comm->meeting);
   atomic_fetch_add(&fake.destroyed, 1);
   leave(comm);
   return ncclSuccess;
@@ -122,6 +141,7 @@ EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
   atomic_fetch_add(&fake.aborted, 1);
+  await_graphs();
   leave(comm);
   return ncclSuccess;
 }
@@ -195,7 +215,12 @@ EXPORT ncclResult_t ncclAllGather(const void *send, void *receive, size_t count,
 #ifndef FAKE_NCCL_OLD
 EXPORT ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                                  cudaStream_t stream) {
+  const struct timespec nap = {0, 1000000};
   atomic_fetch_add(&fake.all_to_alls, 1);
+  if (fake.all_to_all_blocks) {
+    while (!fake.aborted) nanosleep(&nap, NULL);
+    return ncclSuccess;
+  }
   return type == ncclInt8 ? post(comm, send, receive, count, 1, stream) : ncclInvalidArgument;
 }
 #endif

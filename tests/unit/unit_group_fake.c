@@ -365,6 +365,73 @@ static void test_nccl_health_and_abort(void) {
   tear_down();
 }
 
+/* A later prepare that a peer does not join gives the group up: no step may run over what is left of it. */
+static void test_nccl_prepare_again_alone(void) {
+  set_up(MOEFLOW_TRANSPORT_NCCL, "fake_nccl");
+  for (int r = 0; r < RANKS; r++) ranks[r].config.timeout_ms = 300;
+  each(create_group);
+  each(make_layer);
+  expect_all(MOEFLOW_OK, "");
+  EXPECT_STATUS(moeflow_prepare(&ranks[0].layer, 1, 0), MOEFLOW_ERROR_TIMEOUT, "a gather did not end within 300 ms");
+  EXPECT(read_lane(ranks[0].group, 0).poison == MOEFLOW_POISON_ABORT, "poisoned");
+  moeflow_forward_args args = step_args(5, 20);
+  EXPECT_STATUS(moeflow_forward(ranks[0].layer, &args), MOEFLOW_ERROR_PEER, "NaN");
+  tear_down();
+}
+
+/* While a captured graph lives NCCL does not let a communicator go: abort returns all the same. */
+static void test_nccl_abort_with_graph(void) {
+  set_up(MOEFLOW_TRANSPORT_NCCL, "fake_nccl");
+  each(create_group);
+  each(make_layer);
+  expect_all(MOEFLOW_OK, "");
+  nccl_fake->graphs = 1;
+  int64_t begin = deadline_now_ms();
+  EXPECT_OK(moeflow_abort(ranks[0].group));
+  EXPECT_STATUS(moeflow_poll(ranks[0].group, 0), MOEFLOW_ERROR_PEER, "aborted");
+  EXPECT(deadline_now_ms() - begin < 5000, "bounded");
+  EXPECT(nccl_fake->aborted == 2 && nccl_fake->live == 2 * RANKS, "%d aborted, %d live", nccl_fake->aborted,
+         nccl_fake->live);
+  nccl_fake->graphs = 0;
+  tear_down();
+}
+
+/* A forward that is held up inside NCCL: others may still poll and abort, and abort sets it free. */
+static void test_nccl_abort_blocked(void) {
+  pthread_t thread;
+  set_up(MOEFLOW_TRANSPORT_NCCL, "fake_nccl");
+  each(create_group);
+  each(make_layer);
+  expect_all(MOEFLOW_OK, "");
+  nccl_fake->all_to_all_blocks = 1;
+  const int before = nccl_fake->all_to_alls;
+  pthread_create(&thread, NULL, forward_nccl, &ranks[0]);
+  while (nccl_fake->all_to_alls == before) sched_yield();
+  EXPECT_STATUS(moeflow_poll(ranks[0].group, 0), MOEFLOW_ERROR_TIMEOUT, "1 step(s) enqueued");
+  EXPECT_OK(moeflow_abort(ranks[0].group));
+  pthread_join(thread, NULL);
+  EXPECT(ranks[0].status == MOEFLOW_ERROR_PEER, "%s", ranks[0].message);
+  ranks[0].status = MOEFLOW_OK;
+  ranks[0].message[0] = 0;
+  tear_down();
+}
+
+/* NCCL's destroy waits for the other ranks of the host; ours does for the group's timeout. */
+static void test_nccl_destroy_alone(void) {
+  const struct timespec nap = {0, 1000000};
+  set_up(MOEFLOW_TRANSPORT_NCCL, "fake_nccl");
+  for (int r = 0; r < RANKS; r++) ranks[r].config.timeout_ms = 300;
+  each(create_group);
+  each(make_layer);
+  expect_all(MOEFLOW_OK, "");
+  nccl_fake->destroy_meets = 1;
+  destroy(&ranks[0]);
+  EXPECT(nccl_fake->destroyed == 0 && ranks[0].status == MOEFLOW_OK, "%s", ranks[0].message);
+  destroy(&ranks[1]);
+  for (int i = 0; i < 5000 && nccl_fake->live; i++) nanosleep(&nap, NULL);
+  tear_down();
+}
+
 /* ---- An adopted communicator ---- */
 
 static void test_adopt(void) {
@@ -577,7 +644,11 @@ int main(void) {
   in_child("nccl rank missing", test_nccl_rank_missing);
   in_child("nccl init fails", test_nccl_init_fails);
   in_child("nccl prepare alone", test_nccl_prepare_alone);
+  in_child("nccl prepare again alone", test_nccl_prepare_again_alone);
   in_child("nccl health and abort", test_nccl_health_and_abort);
+  in_child("nccl abort with a graph", test_nccl_abort_with_graph);
+  in_child("nccl abort of a blocked forward", test_nccl_abort_blocked);
+  in_child("nccl destroy alone", test_nccl_destroy_alone);
   in_child("adopt", test_adopt);
   in_child("out of memory, local", test_oom_local);
   in_child("out of memory, nccl", test_oom_nccl);

@@ -188,6 +188,9 @@ int moeflow_layer_local_experts(const moeflow_layer *layer) {
 /* ---- Weights ---- */
 
 #define WEIGHT_ALIGN 16
+/* A matrix has at most 2^17 rows and a rank 4096 experts: with these, no address passes 64 bits. */
+#define ROW_STRIDE_MAX ((int64_t)1 << 32)
+#define EXPERT_STRIDE_MAX ((int64_t)1 << 50)
 
 /* What the caller said of one matrix: [rows, columns] bf16 per local expert. */
 struct lent {
@@ -202,6 +205,10 @@ static moeflow_status take_matrix(const struct moeflow_layer *layer, const struc
                                   struct moeflow_matrix *matrix) {
   const int64_t row_bytes = lent->columns * 2;
   const int64_t row_stride = lent->row_stride ? lent->row_stride : row_bytes;
+  if (row_stride < -ROW_STRIDE_MAX || row_stride > ROW_STRIDE_MAX || lent->expert_stride > EXPERT_STRIDE_MAX) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "%s: strides of %lld bytes an expert and %lld a row are beyond any memory",
+                      lent->name, (long long)lent->expert_stride, (long long)row_stride);
+  }
   const int64_t expert_stride = lent->expert_stride ? lent->expert_stride : lent->rows * row_stride;
   if (!lent->base && !lent->experts && layer->local_experts) {
     return status_set(MOEFLOW_ERROR_ARGUMENT, "%s: neither a base nor an array of pointers, for %d local experts",

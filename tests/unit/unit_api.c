@@ -246,6 +246,9 @@ static void test_bind_arguments(void) {
   BAD(weights.gate_up_row_stride = 64, MOEFLOW_ERROR_ARGUMENT, "do not hold");
   BAD(weights.down_expert_stride = 32, MOEFLOW_ERROR_ARGUMENT, "do not hold");
   BAD(weights.down_expert_stride = -4096, MOEFLOW_ERROR_ARGUMENT, "do not hold");
+  BAD(weights.down_row_stride = INT64_MAX / 32 * 16, MOEFLOW_ERROR_ARGUMENT, "beyond any memory");
+  BAD(weights.down_row_stride = INT64_MIN, MOEFLOW_ERROR_ARGUMENT, "beyond any memory");
+  BAD(weights.gate_up_expert_stride = INT64_MAX / 32 * 16, MOEFLOW_ERROR_ARGUMENT, "beyond any memory");
   BAD(weights.order = (moeflow_gate_up_order)3, MOEFLOW_ERROR_ARGUMENT, "order 3");
   BAD(weights.gate_up_bias = solo.gate_up, MOEFLOW_ERROR_UNSUPPORTED, "biases");
 #undef BAD

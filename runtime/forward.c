@@ -53,6 +53,11 @@ moeflow_status layer_check_grids(const struct moeflow_layer *layer, int tokens_m
     const struct plan_bucket *bucket = plan_bucket_for(plan, received);
     const int64_t up = gemm_blocks(plan, bucket, KERNEL_GATE_UP, entries, layer->local_experts, plan->spec.intermediate);
     const int64_t down = gemm_blocks(plan, bucket, KERNEL_DOWN, entries, layer->local_experts, plan->spec.hidden);
+    const int64_t counts = blocks_for(received, MOEFLOW_CHUNK_ROWS) * layer->local_experts;
+    if (counts > MOEFLOW_ENTRIES_MAX) {
+      return status_set(MOEFLOW_ERROR_UNSUPPORTED, "%d ranks x %d rows for %d local experts need %lld counts, more than %d",
+                        layer->group->ranks, rows, layer->local_experts, (long long)counts, MOEFLOW_ENTRIES_MAX);
+    }
     if (up <= INT32_MAX && down <= INT32_MAX) continue;
     return status_set(MOEFLOW_ERROR_UNSUPPORTED, "%d ranks x %d rows need %lld blocks in one grid, more than 2^31 - 1",
                       layer->group->ranks, rows, (long long)(up > down ? up : down));
@@ -255,7 +260,9 @@ cleanup:
  */
 static void abandon(const struct step *step) {
   group_poison(step->group);
-  if (step->group->comm->ops->one_sided) exchange(step, MOEFLOW_PHASE_RETURN);
+  if (!step->group->comm->ops->one_sided) return;
+  exchange(step, MOEFLOW_PHASE_DISPATCH); /* a peer may still wait for either flag */
+  exchange(step, MOEFLOW_PHASE_RETURN);
 }
 
 /* ---- Arguments ---- */

@@ -47,8 +47,8 @@ static moeflow_status check_shape(const struct spec *spec, const moeflow_group_c
     return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks for the %d experts of %s: each rank must own at least one",
                       config->ranks, spec->experts, spec->name);
   }
-  if ((int64_t)config->ranks * config->capacity > INT32_MAX / spec->top_k) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks x capacity %d x %d choices of %s exceeds 2^31 - 1 entries",
+  if ((int64_t)config->ranks * config->capacity > MOEFLOW_ENTRIES_MAX / spec->top_k) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks x capacity %d x %d choices of %s exceeds 2^31 - 1024 entries",
                       config->ranks, config->capacity, spec->top_k, spec->name);
   }
   return MOEFLOW_OK;

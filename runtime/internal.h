@@ -15,6 +15,7 @@
 #include "status.h"
 
 #define GROUP_LANES_MAX 2
+#define MOEFLOW_ENTRIES_MAX (INT32_MAX - 1023) /* kernels count in int32 and step beyond the last by a chunk, tile or block */
 #define SPEC_ONLY_TILE_TOKENS 8 /* a context opened from spec text (CPU) has no variants: tiles as small as any variant's */
 
 struct moeflow_context {

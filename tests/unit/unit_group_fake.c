@@ -234,8 +234,12 @@ static void test_launch_error(void) {
                 "kernel gate_up, 160 blocks of 128 threads with 65536 bytes of shared memory: cuLaunchKernel");
   EXPECT_STATUS(moeflow_poll(ranks[0].group, 0), MOEFLOW_ERROR_PEER, "aborted");
   EXPECT(read_lane(ranks[0].group, 0).poison == MOEFLOW_POISON_ABORT);
-  const struct fake_call *last = &cuda->calls[cuda->call_count - 1];
-  EXPECT(!strcmp(last->kernel, "moeflow_exchange"), "peers are told");
+  for (int phase = MOEFLOW_PHASE_DISPATCH, back = 2; back > 0; phase = MOEFLOW_PHASE_RETURN, back--) {
+    const struct fake_call *last = &cuda->calls[cuda->call_count - back];
+    struct moeflow_exchange_params exchange;
+    memcpy(&exchange, last->params, sizeof exchange);
+    EXPECT(!strcmp(last->kernel, "moeflow_exchange") && exchange.phase == phase, "peers are told, whatever they wait for");
+  }
   tear_down();
 }
 

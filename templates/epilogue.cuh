@@ -47,11 +47,10 @@ struct StoreActivated {
   uint16_t *out; /* [positions, columns] */
   int columns;
 
-  static __device__ __forceinline__ float value(const float (&sums)[matrices]) {
-    return Activation<Model>::of(sums[0], sums[1]);
-  }
-  __device__ __forceinline__ void store(int position, int column, float low, float high) const {
-    *reinterpret_cast<uint32_t *>(out + static_cast<int64_t>(position) * columns + column) = pack_bf16(low, high);
+  __device__ __forceinline__ void store(int position, int column, const Eight (&sums)[matrices]) const {
+    Eight values;
+    for (int i = 0; i < 8; i++) values.value[i] = Activation<Model>::of(sums[0].value[i], sums[1].value[i]);
+    store_eight_bf16(out + static_cast<int64_t>(position) * columns + column, values);
   }
 };
 
@@ -61,11 +60,8 @@ struct StoreFloat {
   float *out; /* [positions, columns] */
   int columns;
 
-  static __device__ __forceinline__ float value(const float (&sums)[matrices]) {
-    return sums[0];
-  }
-  __device__ __forceinline__ void store(int position, int column, float low, float high) const {
-    *reinterpret_cast<float2 *>(out + static_cast<int64_t>(position) * columns + column) = {low, high};
+  __device__ __forceinline__ void store(int position, int column, const Eight (&sums)[matrices]) const {
+    store_eight_float(out + static_cast<int64_t>(position) * columns + column, sums[0]);
   }
 };
 

@@ -10,6 +10,7 @@
 #ifndef MOEFLOW_GROUPED_GEMM_CUH
 #define MOEFLOW_GROUPED_GEMM_CUH
 
+#include "numeric.cuh"
 #include "operand_bf16.cuh"
 #include "row_wait.cuh"
 
@@ -40,18 +41,19 @@ struct TokenTile {
   /* Column fragments of rows 8 * n .. 8 * n + 15 (n + 1 needs tile_tokens of at least 16): b[0..1], then b[2..3]. */
   static __device__ __forceinline__ void fragment(shared_address stage, int n, int slice, uint32_t (&b)[4]) {
     const int lane = threadIdx.x % 32;
-    load_matrix_4(b, stage + tile_offset(n * 8 + lane / 16 * 8 + lane % 8, slice * 2 + lane / 8 % 2));
+    load_matrix_4(b, slice_of(stage + tile_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2), slice) + n * 8 * tile_row_bytes);
   }
   static __device__ __forceinline__ void fragment(shared_address stage, int n, int slice, uint32_t (&b)[2]) {
     const int lane = threadIdx.x % 32;
-    load_matrix_2(b, stage + tile_offset(n * 8 + lane % 8, slice * 2 + lane / 8 % 2));
+    load_matrix_2(b, slice_of(stage + tile_offset(lane % 8, lane / 8 % 2), slice) + n * 8 * tile_row_bytes);
   }
 };
 
 template <class Variant, int matrices>
 struct Sums {
   static constexpr int column_tiles = Variant::tile_tokens / 8;
-  static constexpr int together = column_tiles == 1 ? 1 : 2; /* column tiles that one fragment load serves */
+  static constexpr int slices_at_once = column_tiles < 8 ? 4 : 1; /* with many sums, more would spill */
+  static constexpr int together = column_tiles == 1 ? 1 : 2;      /* column tiles that one fragment load serves */
   float sum[matrices][column_tiles][4];
 
   template <class Tokens, int chain>
@@ -84,7 +86,7 @@ struct Sums {
   template <class Operand, class Tokens>
   __device__ __forceinline__ void add(const Operand &operand, shared_address weights, shared_address tokens) {
     constexpr int chain = 2;
-#pragma unroll
+#pragma unroll slices_at_once
     for (int slice = 0; slice < Variant::tile_depth / 16; slice += chain) {
       uint32_t a[chain][matrices][4];
 #pragma unroll
@@ -97,31 +99,41 @@ struct Sums {
     }
   }
 
-  /* A thread holds two positions (2q, 2q + 1) of weight rows g and g + 8. Neighbours g and g + 1 swap one value each, so
-   * that each holds two adjacent rows at one position: wider stores. Weight rows are a multiple of 8: pairs are whole. */
+  /* Sums of position p and weight row r of the tile stand at float p * tile_rows + r, with the eights of a position's rows
+   * swapped by its number, so that a warp's writes touch all banks. */
+  static __device__ __forceinline__ int staged(int position, int row) {
+    return position * Variant::tile_rows + (row ^ (position / 2 % 4 * 8));
+  }
+
+  /* From registers through shared memory, which the ring no longer needs, to the epilogue: eight weight rows of one position
+   * at a time, for wide stores and few registers. Each warp has 16 rows of all positions; a thread has rows g and g + 8 of
+   * positions 2q and 2q + 1. */
   template <class Epilogue>
   __device__ __forceinline__ void store(const Epilogue &epilogue, const moeflow_tile &tile, int first_row, int rows) const {
+    constexpr int eights = Variant::tile_rows / 8;
+    float *stage = reinterpret_cast<float *>(dynamic_shared());
     const int lane = threadIdx.x % 32;
-    const bool odd = lane / 4 % 2;
+    __syncthreads(); /* all warps are done with the ring */
 #pragma unroll
     for (int n = 0; n < column_tiles; n++) {
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float values[2];
+      for (int i = 0; i < 4; i++) {
+        const int at = staged(n * 8 + lane % 4 * 2 + i % 2, threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float of_matrices[matrices];
-#pragma unroll
-          for (int m = 0; m < matrices; m++) of_matrices[m] = sum[m][n][half * 2 + i];
-          values[i] = Epilogue::value(of_matrices);
-        }
-        const float received = __shfl_xor_sync(full_warp, odd ? values[0] : values[1], 4);
-        const int row = first_row + half * 8 + lane / 8 * 2;
-        const int position = tile.begin + n * 8 + lane % 4 * 2 + odd;
-        if (row < rows && position < tile.end) {
-          epilogue.store(position, row, odd ? received : values[0], odd ? values[1] : received);
-        }
+        for (int m = 0; m < matrices; m++) stage[m * Variant::tile_tokens * Variant::tile_rows + at] = sum[m][n][i];
       }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (tile.end - tile.begin) * eights; i += Variant::threads) {
+      const int row = i % eights * 8;
+      if (first_row + row >= rows) continue; /* a multiple of 8: all eight rows exist or none */
+      Eight sums[matrices];
+#pragma unroll
+      for (int m = 0; m < matrices; m++) {
+        sums[m] = load_eight_float(stage + m * Variant::tile_tokens * Variant::tile_rows + staged(i / eights, row));
+      }
+      epilogue.store(tile.begin + i / eights, first_row + row, sums);
     }
   }
 };
@@ -134,8 +146,8 @@ __device__ __forceinline__ void grouped_gemm(const Operand &operand, const Rows 
   using Tokens = TokenTile<Variant, depth>;
   static_assert(Variant::threads == 128 && Variant::tile_rows == 64 && Variant::tile_depth == 64, "four warps of 16 rows");
   static_assert(Variant::tile_tokens == 8 || Variant::tile_tokens % 16 == 0, "column fragments come in pairs");
-  static_assert(depth % 8 == 0 && row_count % 8 == 0, "16-byte chunks and whole row pairs");
-  static_assert(Variant::stages >= 2, "a ring");
+  static_assert(depth % 8 == 0 && row_count % 8 == 0, "16-byte chunks and whole eights of rows");
+  static_assert(Variant::stages >= 2, "a ring, in which all sums have room afterwards");
   constexpr int steps = (depth + Variant::tile_depth - 1) / Variant::tile_depth;
   constexpr int stage_bytes = Operand::stage_bytes + Tokens::stage_bytes;
   __shared__ const uint8_t *row_table[Variant::tile_tokens];
@@ -159,6 +171,7 @@ __device__ __forceinline__ void grouped_gemm(const Operand &operand, const Rows 
   Sums<Variant, Epilogue::matrices> sums = {};
   int read = 0;
   int write = Variant::stages - 1;
+#pragma unroll 1
   for (int step = 0; step < steps; step++) {
     copy_wait<Variant::stages - 2>();
     __syncthreads(); /* the step has arrived for all, and all are done with the stage that is written next */
@@ -171,7 +184,7 @@ __device__ __forceinline__ void grouped_gemm(const Operand &operand, const Rows 
     read = read + 1 == Variant::stages ? 0 : read + 1;
     write = write + 1 == Variant::stages ? 0 : write + 1;
   }
-  sums.store(epilogue, tile, row_block * Variant::tile_rows + threadIdx.x / 32 * 16, row_count);
+  sums.store(epilogue, tile, row_block * Variant::tile_rows, row_count);
 }
 
 }  // namespace moeflow

@@ -17,6 +17,12 @@ __device__ __forceinline__ int tile_offset(int row, int chunk) {
   return row * tile_row_bytes + ((chunk ^ (row % tile_row_chunks)) << 4);
 }
 
+/* From a chunk of slice 0 to the same chunk of another slice, two chunks on each. Tiles begin at multiples of 128 bytes, so
+ * that only the swizzle's bits change: one instruction, where addresses held ready would cost registers. */
+__device__ __forceinline__ shared_address slice_of(shared_address chunk_of_slice_0, int slice) {
+  return chunk_of_slice_0 ^ static_cast<shared_address>(slice * 32);
+}
+
 /* First byte of an expert's matrix. */
 __device__ __forceinline__ const uint8_t *matrix_of(const moeflow_matrix &matrix, int expert) {
   return matrix.experts ? matrix.experts[expert] : matrix.base + expert * matrix.expert_stride;
@@ -30,35 +36,30 @@ struct OperandBf16 {
   static constexpr int matrix_bytes = Variant::tile_rows * tile_row_bytes;
   static constexpr int stage_bytes = matrices * matrix_bytes;
 
-  const uint8_t *source[matrices][passes]; /* this thread's chunk in its rows, at the first depth step */
-  bool inside[passes];                     /* the row exists */
-  int to;                                  /* where the chunk of the first row goes */
-  int depth_of_chunk;
+  const uint8_t **row_table; /* shared, by tile row: in registers the addresses would be too many beside the sums */
+  int rows_left;             /* of the matrix, from the block's first row */
 
-  /* `first[m]`: row 0 of matrix m; rows follow at row_bytes. The block has rows row_block * tile_rows and up. */
+  /* `first[m]`: row 0 of matrix m; rows follow at row_bytes. The block has rows row_block * tile_rows and up. The table is
+   * ready after the next barrier. */
   __device__ __forceinline__ OperandBf16(const uint8_t *const (&first)[matrices], int64_t row_bytes, int row_block) {
-    const int chunk = threadIdx.x % tile_row_chunks;
-    const int tile_row = threadIdx.x / tile_row_chunks;
-    to = tile_offset(tile_row, chunk); /* rows_per_pass is a multiple of 8: the same swizzle in every pass */
-    depth_of_chunk = chunk * 8;
-    for (int i = 0; i < passes; i++) {
-      const int row = row_block * Variant::tile_rows + tile_row + i * rows_per_pass;
-      inside[i] = row < rows;
-      const int64_t offset = inside[i] && depth_of_chunk < depth ? row * row_bytes + chunk * 16 : 0;
-      for (int m = 0; m < matrices; m++) source[m][i] = first[m] + offset;
+    __shared__ const uint8_t *table[matrices * Variant::tile_rows];
+    row_table = table;
+    rows_left = rows - row_block * Variant::tile_rows;
+    for (int i = threadIdx.x; i < Variant::tile_rows; i += Variant::threads) {
+      const int64_t offset = (row_block * Variant::tile_rows + (i < rows_left ? i : 0)) * row_bytes;
+      for (int m = 0; m < matrices; m++) table[m * Variant::tile_rows + i] = first[m] + offset;
     }
   }
 
-  /* Starts the copies of depth step `step`. Rows and depths beyond the matrix become zeros, from an address that is legal.
-   */
+  /* Starts the copies of depth step `step`. Rows and depths beyond the matrix become zeros, from a legal address. */
   __device__ __forceinline__ void copy(shared_address stage, int step) const {
-    const bool deep_enough = step * Variant::tile_depth + depth_of_chunk < depth;
-    const int64_t offset = deep_enough ? step * (Variant::tile_depth * 2) : 0;
-    for (int m = 0; m < matrices; m++) {
-      for (int i = 0; i < passes; i++) {
-        copy_async_16(stage + m * matrix_bytes + to + i * rows_per_pass * tile_row_bytes, source[m][i] + offset,
-                      inside[i] && deep_enough ? 16 : 0);
-      }
+    const int chunk = threadIdx.x % tile_row_chunks;
+    const int at = step * Variant::tile_depth + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < matrices * passes; i++) {
+      const int row = i * rows_per_pass + threadIdx.x / tile_row_chunks;
+      const bool inside = row % Variant::tile_rows < rows_left && at < depth;
+      copy_async_16(stage + tile_offset(row, chunk), row_table[row] + (inside ? at * 2 : 0), inside ? 16 : 0);
     }
   }
 
@@ -66,7 +67,7 @@ struct OperandBf16 {
   __device__ __forceinline__ void fragment(shared_address stage, int m, int slice, uint32_t (&a)[4]) const {
     const int lane = threadIdx.x % 32;
     const int row = threadIdx.x / 32 * 16 + lane % 16;
-    load_matrix_4(a, stage + m * matrix_bytes + tile_offset(row, slice * 2 + lane / 16));
+    load_matrix_4(a, slice_of(stage + tile_offset(row, lane / 16), slice) + m * matrix_bytes);
   }
 };
 

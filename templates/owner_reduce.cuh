@@ -63,7 +63,6 @@ __device__ __forceinline__ void owner_reduce(const moeflow_owner_reduce_params &
     for (int i = 0; i < list.count; i++) {
       const float *from = params.outputs + static_cast<int64_t>(list.position[i]) * Model::hidden;
       uint8_t *to = row_out(params.out, source, token * Model::top_k + list.choice[i], Return::bytes);
-#pragma unroll 2 /* more would spill */
       for (int column = threadIdx.x * 8; column < Model::hidden; column += Variant::threads * 8) {
         store_eight<Return::fp32>(to, column, load_eight_float(from + column));
       }

@@ -234,12 +234,14 @@ void shape(Order order, bool pointers, int row_gap, const std::vector<int> &load
   problem.make(static_cast<uint64_t>(Model::hidden * 1000 + Model::intermediate));
   const size_t positions = static_cast<size_t>(problem.positions);
   Results by_8(positions, Model::hidden, Model::intermediate), by_32(positions, Model::hidden, Model::intermediate),
-      by_128(positions, Model::hidden, Model::intermediate);
+      by_64(positions, Model::hidden, Model::intermediate), by_128(positions, Model::hidden, Model::intermediate);
   run<Model, Tile<8, 4>>(problem, 0, by_8);
   check<Model>(problem, by_8);
   run<Model, Tile<32, 3>>(problem, 1, by_32);
+  run<Model, Tile<64, 4>>(problem, 12345, by_64);
   run<Model, Tile<128, 2>>(problem, 7, by_128);
   EXPECT(same(by_8, by_32), "tiles of 8 and 32 rows, H %d I %d", Model::hidden, Model::intermediate);
+  EXPECT(same(by_8, by_64), "tiles of 8 and 64 rows, H %d I %d", Model::hidden, Model::intermediate);
   EXPECT(same(by_8, by_128), "tiles of 8 and 128 rows, H %d I %d", Model::hidden, Model::intermediate);
 }
 

@@ -294,6 +294,28 @@ static int edit_distance(const char *a, const char *b) {
   return row[width];
 }
 
+/* What published config.json files call these; several names where families differ. */
+static const struct {
+  const char *name, *path;
+} config_names[] = {
+    {"hidden_size", "hidden"},
+    {"moe_intermediate_size", "intermediate"},
+    {"intermediate_size", "intermediate"},
+    {"num_experts", "experts"},
+    {"num_local_experts", "experts"},
+    {"n_routed_experts", "experts"},
+    {"num_experts_per_tok", "top_k"},
+    {"hidden_act", "activation"},
+    {"swiglu_limit", "activation.limit"},
+    {"scoring_func", "router.score"},
+    {"norm_topk_prob", "router.renormalize"},
+    {"n_group", "router.groups"},
+    {"topk_group", "router.top_groups"},
+    {"routed_scaling_factor", "router.scale"},
+    {"n_shared_experts", "shared_experts.count"},
+};
+#define CONFIG_NAMES ((int)(sizeof config_names / sizeof config_names[0]))
+
 static moeflow_status unknown_key(const struct reader *reader, const char *prefix, const struct document_node *node) {
   char quoted[DOCUMENT_QUOTE_MAX];
   const char *nearest = NULL;
@@ -307,6 +329,12 @@ static moeflow_status unknown_key(const struct reader *reader, const char *prefi
     if (distance < best) best = distance, nearest = fields[i].path;
   }
   document_quote(node->key, quoted);
+  for (int i = 0; i < CONFIG_NAMES; i++) {
+    if (strcmp(node->key, config_names[i].name)) continue;
+    return document_fault(reader->where, node->key_line, node->key_column,
+                          "unknown key '%s%s', a name from config.json; here it is '%s'", prefix, quoted,
+                          config_names[i].path);
+  }
   if (best <= 7) {
     return document_fault(reader->where, node->key_line, node->key_column, "unknown key '%s%s'; did you mean '%s'?", prefix,
                           quoted, nearest);
@@ -477,4 +505,8 @@ void model_print_fields(FILE *file) {
                        : "optional",
             required || !fallback ? "" : fallback, "", field->meaning);
   }
+  fprintf(
+      file,
+      "\nWhat a model's config.json calls them. What it does not say, the family fixes: Mixtral always renormalizes.\n\n");
+  for (int i = 0; i < CONFIG_NAMES; i++) fprintf(file, "  %-27s %s\n", config_names[i].name, config_names[i].path);
 }

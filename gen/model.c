@@ -26,17 +26,16 @@ moeflow_status model_check_deploy(const struct model *model, const char **path) 
   const struct model_deploy *deploy = &model->deploy;
   *path = "deploy.ep";
   if (deploy->ep > spec->experts) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "deploy.ep is %d, more ranks than the %d experts there are", deploy->ep,
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "deploy.ep (--ep) is %d, more ranks than the %d experts there are", deploy->ep,
                       spec->experts);
   }
   *path = "deploy.capacity";
   int64_t entries = (int64_t)deploy->ep * deploy->capacity * spec->top_k;
   if (entries > INT32_MAX) {
-    return status_set(
-        MOEFLOW_ERROR_ARGUMENT,
-        "deploy.capacity is %d: %d tokens of %d ranks and %d choices make %lld entries, more than the 2147483647 that a "
-        "step can number",
-        deploy->capacity, deploy->capacity, deploy->ep, spec->top_k, (long long)entries);
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "deploy.capacity (--capacity) is %d: %d tokens of %d ranks and %d choices make %lld entries, more "
+                      "than the 2147483647 that a step can number",
+                      deploy->capacity, deploy->capacity, deploy->ep, spec->top_k, (long long)entries);
   }
   return MOEFLOW_OK;
 }

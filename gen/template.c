@@ -69,6 +69,7 @@ static int is_template(const char *name) {
 static moeflow_status load_folder(struct templates *templates, const char *folder) {
   moeflow_status status = MOEFLOW_OK;
   DIR *directory = opendir(folder);
+  int found = 0;
   if (!directory) return status_set(MOEFLOW_ERROR_FORMAT, "cannot open --templates %s: %s", folder, strerror(errno));
   for (struct dirent *item; (item = readdir(directory));) {
     char path[4096], *text;
@@ -79,7 +80,9 @@ static moeflow_status load_folder(struct templates *templates, const char *folde
     }
     CHECK(read_file(path, &text, &size));
     CHECK(put(templates, item->d_name, text, size, text));
+    found++;
   }
+  if (!found) FAIL(MOEFLOW_ERROR_FORMAT, "--templates %s holds no .cuh or .h file", folder);
 cleanup:
   closedir(directory);
   return status;

@@ -114,6 +114,10 @@ static void digest(void) {
   units_digest(&units, c);
   units_free(&units);
   EXPECT(strlen(a) == 64 && strcmp(a, b) == 0 && strcmp(a, c) != 0);
+  EXPECT(units_make(&one, MOEFLOW_SOURCE_DIR "/models", 0, &units) == MOEFLOW_ERROR_FORMAT &&
+             strstr(moeflow_last_error(), "holds no .cuh"),
+         "%s", moeflow_last_error());
+  units_free(&units);
 }
 
 int main(void) {

@@ -180,6 +180,7 @@ static void test_bad_keys(void) {
       {"", "hidden: 4096\n", 11, 1, "second time, first on line 3"},
       {"", "Hidden: 4096\n", 11, 1, "did you mean 'hidden'"},
       {"", "score: sigmoid\n", 11, 1, "did you mean 'router.score'"},
+      {"", "norm_topk_prob: true\n", 11, 1, "config.json; here it is 'router.renormalize'"},
       {"", "quantization_config: x\n", 11, 1, "help model"},
       {"", "router.score: sigmoid\n", 11, 1, "unknown key"},
       {"", "<<: {hidden: 1}\n", 11, 1, "unknown key"},

@@ -7,7 +7,7 @@
 
 #include "test.h"
 
-#define E_MAX 512
+#define E_MAX 4096
 #define K_MAX 32
 
 static struct reference_router reference_of(const struct spec *spec, const float *bias) {
@@ -164,7 +164,19 @@ static void test_tokens(void) { /* several tokens, and a poisoned lane */
   EXPECT(ids[0] == 5, "a poisoned lane routes nothing");
 }
 
+/* One logit far above 4095 others whose exponentials are a few thousandths of it together: a running sum loses them. */
+static void test_many_experts(void) {
+  const struct spec spec = {.experts = E_MAX, .top_k = 8, .score = SPEC_SOFTMAX, .groups = 1, .top_groups = 1, .scale = 1};
+  static float logits[E_MAX];
+  for (int peak = 0; peak < 8; peak++) {
+    for (int e = 0; e < E_MAX; e++) logits[e] = draw(77, (uint32_t)e) * 0.25f;
+    logits[peak * 37] = 14.0f + 0.1f * (float)peak;
+    expect_token(&spec, logits, NULL, 0, "4096 experts");
+  }
+}
+
 int main(void) {
+  test_many_experts();
   test_random();
   for (int renormalize = 0; renormalize < 4; renormalize++) {
     test_special_values(SPEC_SIGMOID, renormalize);

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include "command.h"
+#include "json.h"
 #include "status.h"
 #include "unit.h"
 
@@ -41,11 +42,30 @@ cleanup:
   return status;
 }
 
+/* One line of digest for scripts to compare, or the JSON document. */
+static void print_result(const struct gen_options *options, const struct units *units) {
+  struct json json;
+  char hex[65];
+  if (options->digest) units_digest(units, hex);
+  if (options->format != FORMAT_JSON) {
+    if (options->digest) puts(hex);
+    return;
+  }
+  json_begin(&json, stdout);
+  json_object(&json);
+  json_key(&json, "output"), json_string(&json, options->output);
+  json_key(&json, "digest"), json_string(&json, options->digest ? hex : NULL);
+  json_key(&json, "units"), json_array(&json);
+  for (int i = 0; i < units->count; i++) json_string(&json, units->units[i].name);
+  json_array_end(&json);
+  json_object_end(&json);
+  json_end(&json);
+}
+
 int command_emit(const struct gen_options *options) {
   moeflow_status status = MOEFLOW_OK;
   struct units units = {.count = 0};
   struct model model;
-  char hex[65];
   if (!options->output && !options->digest) {
     FAIL(MOEFLOW_ERROR_ARGUMENT, "emit needs -o DIR for the sources, or --digest for their SHA-256 alone");
   }
@@ -53,10 +73,7 @@ int command_emit(const struct gen_options *options) {
   CHECK(model_buildable(&model));
   CHECK(units_make(&model, options->templates, 0, &units));
   if (options->output) CHECK(write_all(&units, options->output));
-  if (options->digest) {
-    units_digest(&units, hex);
-    puts(hex);
-  }
+  print_result(options, &units);
 cleanup:
   units_free(&units);
   return command_status(options, status);

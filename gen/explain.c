@@ -20,6 +20,7 @@ struct explanation {
   struct units units;
   int keyed;
   struct store store;
+  char no_cache[512]; /* why the cache cannot be read, else "" */
   struct catalog catalog;
   struct nearest nearest[ARCH_MAX];
 };
@@ -32,8 +33,8 @@ static moeflow_status compare_with_cache(struct explanation *x) {
   x->keyed = toolchain_find(&toolchain) == MOEFLOW_OK;
   if (!x->keyed) snprintf(x->reason, sizeof x->reason, "%s", moeflow_last_error());
   if (x->keyed) CHECK(units_keys(&x->units, &toolchain));
-  CHECK(store_open(x->options->cache, &x->store));
-  CHECK(catalog_read(&x->store, &x->catalog));
+  if (store_open(x->options->cache, &x->store) != MOEFLOW_OK || catalog_read(&x->store, &x->catalog) != MOEFLOW_OK)
+    snprintf(x->no_cache, sizeof x->no_cache, "%s", moeflow_last_error());
   for (int i = 0; i < x->units.arch_count; i++) {
     nearest_find(&x->catalog, &x->units.drafts[i].plan, x->keyed, &x->nearest[i]);
   }
@@ -168,6 +169,10 @@ static void print_build_line(const struct explanation *x, const char *arch) {
 static void print_nearest(const struct explanation *x, int arch) {
   const struct nearest *nearest = &x->nearest[arch];
   const struct plan *plan = &x->units.drafts[arch].plan;
+  if (x->no_cache[0]) {
+    printf("\ncache unknown, %s\n  %s\n", plan->arch, x->no_cache);
+    return;
+  }
   printf("\ncache %s, %s\n", x->store.path, plan->arch);
   switch (nearest->state) {
     case NEAREST_READY:
@@ -305,7 +310,7 @@ static void json_plan(struct json *json, const struct explanation *x, int arch) 
     json_object_end(json);
   }
   json_array_end(json);
-  json_key(json, "cached"), json_string(json, states[nearest->state]);
+  json_key(json, "cached"), json_string(json, x->no_cache[0] ? NULL : states[nearest->state]);
   json_key(json, "nearest"), json_string(json, nearest->plan ? nearest->plan->file : NULL);
   json_key(json, "differences"), json_array(json);
   if (nearest->plan) nearest_fields(&nearest->plan->plan, plan, json_field, json);
@@ -329,11 +334,11 @@ static void print_json(const struct explanation *x) {
   json_row(&json, "dispatched_row", &x->dispatched);
   json_row(&json, "returned_row", &x->returned);
   json_bill(&json, &x->bill);
-  json_key(&json, "cache"), json_string(&json, x->planned ? x->store.path : NULL);
+  json_key(&json, "cache"), json_string(&json, x->planned && !x->no_cache[0] ? x->store.path : NULL);
   json_key(&json, "plans"), json_array(&json);
   for (int i = 0; i < x->units.arch_count; i++) json_plan(&json, x, i);
   json_array_end(&json);
-  json_key(&json, "note"), json_string(&json, x->reason[0] ? x->reason : NULL);
+  json_key(&json, "note"), json_string(&json, x->reason[0] ? x->reason : x->no_cache[0] ? x->no_cache : NULL);
   json_object_end(&json);
   json_end(&json);
 }

@@ -1,3 +1,4 @@
+#include <signal.h>
 #include <stdio.h>
 
 #include "environment.h"
@@ -9,6 +10,7 @@ int main(int argc, char **argv) {
   struct gen_options options;
   const struct gen_command *command;
   int exit_code;
+  signal(SIGXFSZ, SIG_IGN); /* a file size limit is to be EFBIG, a message and exit 6, not a signal */
   environment_warn("moeflow-gen", stderr);
   if (gen_options_parse(argc, argv, &options, &command, &exit_code)) exit_code = command->run(&options);
   if (fflush(stdout) != 0 || ferror(stdout)) {

@@ -124,8 +124,8 @@ int command_help(const struct gen_options *options) {
     for (const struct environment_variable *row = environment_table; row->name; row++)
       printf("  %-18s %s\n", row->name, row->meaning);
   } else {
-    fprintf(stderr, "moeflow-gen help: no help on '%.64s'; topics: model, env, or a command of `moeflow-gen help`\n", topic);
-    return EXIT_USAGE;
+    return command_status(options, status_set(MOEFLOW_ERROR_ARGUMENT, "no help on '%.64s'; topics: model, env, or a command "
+                                                                      "of `moeflow-gen help`", topic));
   }
   return 0;
 }
@@ -155,8 +155,9 @@ __attribute__((format(printf, 2, 3))) static void usage_error(struct parse *pars
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
+  status_set(MOEFLOW_ERROR_ARGUMENT, "%s", text); /* which takes control bytes out */
   fprintf(stderr, "moeflow-gen%s%s: %s; see `moeflow-gen help%s%s`\n", parse->command ? " " : "",
-          parse->command ? parse->command->name : "", text, parse->command ? " " : "",
+          parse->command ? parse->command->name : "", moeflow_last_error(), parse->command ? " " : "",
           parse->command ? parse->command->name : "");
   parse->ended = 1;
   parse->exit_code = EXIT_USAGE;

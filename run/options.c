@@ -136,7 +136,7 @@ static moeflow_status read_integer(const struct option_row *row, const char *tex
   uint64_t number;
   if (read_unsigned(text, &end, &number) || *end || number > INT64_MAX || (int64_t)number < row->minimum ||
       (int64_t)number > row->maximum)
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %s: not an integer from %lld to %lld", row->name, text,
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %.64s: not an integer from %lld to %lld", row->name, text,
                       (long long)row->minimum, (long long)row->maximum);
   *value = (int64_t)number;
   return MOEFLOW_OK;
@@ -154,7 +154,7 @@ static moeflow_status read_bytes(const struct option_row *row, const char *text,
       return MOEFLOW_OK;
     }
   }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %s: not a number of bytes such as 4294967296 or 4GiB", row->name, text);
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %.64s: not a number of bytes such as 4294967296 or 4GiB", row->name, text);
 }
 
 static moeflow_status read_choice(const struct option_row *row, const char *text, int64_t *value) {
@@ -163,7 +163,7 @@ static moeflow_status read_choice(const struct option_row *row, const char *text
     *value = choice->value;
     return MOEFLOW_OK;
   }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %s: not one of %s", row->name, text, row->argument);
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %.64s: not one of %s", row->name, text, row->argument);
 }
 
 /* One point: `8`, or `5/0/3` with one count per rank. */
@@ -172,11 +172,11 @@ static moeflow_status read_point(const char *text, const char *whole, const char
   for (const char *c = text; *c && *c != ','; c++) room += *c == '/';
   point->tokens = calloc((size_t)room, sizeof *point->tokens);
   point->count = 0;
-  if (!point->tokens) return status_set(MOEFLOW_ERROR_MEMORY, "--tokens %s: out of memory", whole);
+  if (!point->tokens) return status_set(MOEFLOW_ERROR_MEMORY, "--tokens %.64s: out of memory", whole);
   for (;; text++) {
     uint64_t number;
     if (read_unsigned(text, end, &number) || number > TOKENS_LIMIT || (**end && **end != ',' && **end != '/'))
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens %s: not a list such as 0,1,8 or 5/0,3/3 of numbers up to %d",
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens %.64s: not a list such as 0,1,8 or 5/0,3/3 of numbers up to %d",
                         whole, TOKENS_LIMIT);
     point->tokens[point->count++] = (int32_t)number;
     text = *end;
@@ -194,7 +194,7 @@ static moeflow_status read_tokens(const char *text, struct options *options) {
   free_points(options);
   for (;; text++) {
     if (options->point_count == OPTIONS_POINTS_MAX)
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens %s: more than %d points", whole, OPTIONS_POINTS_MAX);
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens %.64s: more than %d points", whole, OPTIONS_POINTS_MAX);
     struct options_point *point = &options->points[options->point_count++];
     moeflow_status status = read_point(text, whole, &text, point);
     if (status != MOEFLOW_OK) return status;
@@ -215,7 +215,7 @@ static moeflow_status read_routing(const char *text, struct options_routing *rou
     *routing = (struct options_routing){(enum options_routing_kind)kind->value, parameter};
     return MOEFLOW_OK;
   }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "--routing %s: not uniform, lognormal:SIGMA or zipf:S with a number up to 16",
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "--routing %.64s: not uniform, lognormal:SIGMA or zipf:S with a number up to 16",
                     text);
 }
 
@@ -238,7 +238,7 @@ static moeflow_status read_value(const struct option_row *row, const char *text,
       return read_routing(text, field);
     case OPTION_UNSIGNED:
       if (!read_unsigned(text, &end, field) && !*end) return MOEFLOW_OK;
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %s: not an unsigned 64-bit integer", row->name, text);
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %.64s: not an unsigned 64-bit integer", row->name, text);
     case OPTION_STRING:
       if (!*text) return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s: empty", row->name);
       *(const char **)field = text;
@@ -251,7 +251,7 @@ static moeflow_status read_value(const struct option_row *row, const char *text,
 static moeflow_status read_argument(int argc, char **argv, int *index, struct options *options) {
   const char *argument = argv[*index];
   if (strncmp(argument, "--", 2) != 0) {
-    if (argument[0] == '-') return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %s; see moeflow-run --help", argument);
+    if (argument[0] == '-') return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %.64s; see moeflow-run --help", argument);
     if (options->model)
       return status_set(MOEFLOW_ERROR_ARGUMENT, "two models: %s and %s; one run takes one", options->model, argument);
     options->model = argument;
@@ -269,7 +269,7 @@ static moeflow_status read_argument(int argc, char **argv, int *index, struct op
     }
     return read_value(row, value, options);
   }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %s; see moeflow-run --help", argument);
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %.64s; see moeflow-run --help", argument);
 }
 
 moeflow_status options_parse(int argc, char **argv, struct options *options) {

@@ -59,6 +59,7 @@ static void test_bad(void) {
                {"build m.yaml -x", "'-x'"},
                {"list --ep 4", "'--ep'"},
                {"frobnicate m.yaml", "'frobnicate'"},
+               {"frob\x1b[31m\nnicate", "'frob?[31m?nicate'; see"},
                {"sweep m.yaml", "'sweep'"},
                {"", "usage"},
                {"build", "which model"},

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import operator
 import os
 import threading
 from pathlib import Path
@@ -26,10 +27,27 @@ class Error(RuntimeError):
         self.status, self.name, self.message = status, name, message
 
 
+def int32(value: int, what: str) -> int:
+    """The value, if it is an integer that a C int holds: ctypes would keep its low 32 bits without a word."""
+    if not -2**31 <= operator.index(value) < 2**31:
+        raise ValueError(f"{what} is {value}, more than a 32-bit integer holds")
+    return value
+
+
+def number_of(table: dict[str, int], name: str, what: str) -> int:
+    """The number that moeflow.h gives a name."""
+    if name not in table:
+        raise ValueError(f"{what} is {name!r}, not one of: {', '.join(table)}")
+    return table[name]
+
+
 class SizedStructure(ctypes.Structure):
     """A struct that begins with its own size, as every config of moeflow.h does. Unset fields are zero."""
 
     def __init__(self, **fields: object) -> None:
+        for name, kind in self._fields_:
+            if kind is ctypes.c_int and name in fields:
+                int32(fields[name], name)
         super().__init__(size=ctypes.sizeof(type(self)), **fields)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from . import library
 from .arrays import address, dtype_of, is_torch
-from .library import check, load
+from .library import check, int32, load, number_of
 
 
 class Handle:
@@ -66,17 +66,19 @@ def open(model: str | None = None, *, dtype: str = "bf16", backend: str = "cuda"
     `moeflow.spec_text`). log(level, message) is called on the thread that logs.
     """
     def text(value: str | None) -> bytes | None:
+        if value is not None and (not isinstance(value, str) or "\0" in value):
+            raise ValueError(f"{value!r} is no string without NUL characters")
         return None if value is None else value.encode()
 
-    config = library.OpenConfig(backend=library.BACKENDS[backend], device=device, model=text(model), dtype=text(dtype),
-                                cache=text(cache), plan=text(plan), spec=text(spec))
+    config = library.OpenConfig(backend=number_of(library.BACKENDS, backend, "backend"), device=device, model=text(model),
+                                dtype=text(dtype), cache=text(cache), plan=text(plan), spec=text(spec))
     return Context(config, log)
 
 
 def unique_id(transport: str = "auto") -> bytes:
     """A fresh group id, made on one rank and carried to the others by the caller."""
     made = ctypes.create_string_buffer(library.UNIQUE_ID_BYTES)
-    check(load().moeflow_get_unique_id(library.TRANSPORTS[transport], made))
+    check(load().moeflow_get_unique_id(number_of(library.TRANSPORTS, transport, "transport"), made))
     return made.raw
 
 
@@ -109,7 +111,7 @@ class Group(Handle):
             raise ValueError(f"unique_id has {len(unique_id)} bytes, not {library.UNIQUE_ID_BYTES}")
         carried = None if unique_id is None else ctypes.create_string_buffer(unique_id, library.UNIQUE_ID_BYTES)
         config = library.GroupConfig(rank=rank, ranks=ranks, capacity=capacity, lanes=lanes,
-                                     transport=library.TRANSPORTS[transport],
+                                     transport=number_of(library.TRANSPORTS, transport, "transport"),
                                      unique_id=ctypes.addressof(carried) if carried else None, nccl_comm=nccl_comm,
                                      timeout_ms=timeout_ms, local_experts_max=local_experts_max)
         handles = (ctypes.c_void_p * len(self.contexts))(*(context.handle for context in self.contexts))
@@ -117,7 +119,7 @@ class Group(Handle):
 
     def poll(self, timeout_ms: int = 0) -> None:
         """Waits for the steps enqueued so far; raises Error when they do not finish, or a peer failed. Any thread."""
-        check(load().moeflow_poll(self.handle, timeout_ms))
+        check(load().moeflow_poll(self.handle, int32(timeout_ms, "timeout_ms")))
 
     def abort(self) -> None:
         """Gives the group up, from any thread."""
@@ -133,12 +135,12 @@ class Layer(Handle):
                  places: Sequence[Sequence[int]] | None = None) -> None:
         super().__init__()
         self.group, self.context, self._bound = group, context or group.contexts[0], ()
-        config = library.LayerConfig(combine=library.COMBINES[combine], replicas=1)
+        config = library.LayerConfig(combine=number_of(library.COMBINES, combine, "combine"), replicas=1)
         if places is not None:
-            replicas = len(places[0]) if places else 0
+            replicas = len(places[0]) if len(places) else 0
             if len(places) != self.context.experts or any(len(row) != replicas for row in places):
                 raise ValueError(f"places needs {self.context.experts} rows of one length")
-            flat = [place for row in places for place in row]
+            flat = [int32(place, "a place") for row in places for place in row]
             config.places, config.replicas = (ctypes.c_int32 * len(flat))(*flat), replicas
         check(load().moeflow_layer_create(group.handle, self.context.handle, ctypes.byref(config), ctypes.byref(self._handle)))
         self.local_experts = load().moeflow_layer_local_experts(self._handle)
@@ -153,7 +155,8 @@ class Layer(Handle):
         place = {"on_gpu": c.on_gpu, "device": c.device}
         config = library.Weights(
             gate_up=address(gate_up, "gate_up", (n, 2 * c.intermediate, c.hidden), ("bfloat16",), **place),
-            down=address(down, "down", (n, c.hidden, c.intermediate), ("bfloat16",), **place), order=library.ORDERS[order])
+            down=address(down, "down", (n, c.hidden, c.intermediate), ("bfloat16",), **place),
+            order=number_of(library.ORDERS, order, "order"))
         if correction_bias is not None:
             config.correction_bias = address(correction_bias, "correction_bias", (c.experts,), ("float32",), **place)
         if expert_load is not None:
@@ -164,7 +167,8 @@ class Layer(Handle):
     def arguments(self, hidden: object, out: object, *, ids: object = None, weights: object = None, logits: object = None,
                   tokens_max: int = 0, lane: int = 0, identity: bool = False) -> library.ForwardArgs:
         """What `forward` passes, checked; the stream is still to be set."""
-        c, tokens = self.context, int(hidden.shape[0])
+        c, shape = self.context, getattr(hidden, "shape", ())
+        tokens = int(shape[0]) if len(shape) else 0
         place = {"on_gpu": c.on_gpu, "device": c.device}
         if (logits is None) == (ids is None) or (ids is None) != (weights is None):
             raise ValueError("give ids and weights, or logits")
@@ -187,10 +191,19 @@ class Layer(Handle):
         Every rank of the group calls it, with the same tokens_max (0 means the capacity). On a GPU it only enqueues, on
         torch's current stream unless `stream` (a cudaStream_t as an int) says otherwise; the tensors must live until
         the step is done. On the CPU it runs the step.
+
+        Bad arrays are a ValueError, and the step is joined with 0 rows and an error mark: peers finish, and their poll says so.
         """
-        args = self.arguments(hidden, out, **arguments)
         if stream is None and self.context.on_gpu and is_torch(hidden):
             stream = sys.modules["torch"].cuda.current_stream(self.context.device).cuda_stream
+        try:
+            args = self.arguments(hidden, out, **arguments)
+        except ValueError:
+            # as moeflow_forward does it with bad arguments of its own: tokens of -1 bring an error mark and no rows
+            args = library.ForwardArgs(tokens=-1, tokens_max=arguments.get("tokens_max", 0), lane=arguments.get("lane", 0),
+                                       stream=stream)
+            load().moeflow_forward(self.handle, ctypes.byref(args))
+            raise
         args.stream = stream
         check(load().moeflow_forward(self.handle, ctypes.byref(args)))
 
@@ -198,4 +211,4 @@ class Layer(Handle):
 def prepare(layers: Sequence[Layer], tokens_max: int = 0) -> None:
     """Collective: compares the ranks' layers and loads all that forward needs for up to tokens_max tokens (0: capacity)."""
     handles = (ctypes.c_void_p * len(layers))(*(layer.handle for layer in layers))
-    check(load().moeflow_prepare(handles, len(handles), tokens_max))
+    check(load().moeflow_prepare(handles, len(handles), int32(tokens_max, "tokens_max")))

@@ -221,6 +221,56 @@ class LayerTest(unittest.TestCase):
             with self.assertRaises(ValueError):
                 layer.bind(self.gate_up[:2], self.down[:2])
 
+    def test_wrong_names_and_numbers(self):
+        """A name that does not exist is told with those that do; an integer beyond 32 bits is not cut to them."""
+        with moeflow.open(backend="cpu", spec=self.spec) as context, self.group(context) as group, self.layer(group) as layer:
+            i = Inputs(9, TOKENS)
+            wrong = {"backend": lambda: moeflow.open(backend="tpu", spec=self.spec),
+                     "a name with a NUL": lambda: moeflow.open(backend="cpu", model="a\0b"),
+                     "a model that is no string": lambda: moeflow.open(backend="cpu", model=3),
+                     "transport": lambda: moeflow.Group(context, transport="nvlink"),
+                     "capacity": lambda: moeflow.Group(context, capacity=2**32 + 8, transport="local"),
+                     "combine": lambda: moeflow.Layer(group, combine="tree"),
+                     "places": lambda: moeflow.Layer(group, places=[[2**32 + e] for e in range(EXPERTS)]),
+                     "order": lambda: layer.bind(self.gate_up, self.down, order="down"),
+                     "prepare": lambda: moeflow.prepare([layer], 2**32),
+                     "tokens_max": lambda: layer.forward(i.hidden, i.out, ids=i.ids, weights=i.weights, tokens_max=2**32),
+                     "no hidden": lambda: layer.forward(None, i.out, ids=i.ids, weights=i.weights)}
+            for name, call in wrong.items():
+                with self.subTest(name), self.assertRaises(ValueError):
+                    call()
+            moeflow.Layer(group, places=np.arange(EXPERTS, dtype=np.int32).reshape(EXPERTS, 1)).close()
+
+    def test_wrong_arrays_join_the_step(self):
+        """Else the peers would wait for this rank until their time is out."""
+        unique_id, polled = moeflow.unique_id("local"), [None, None]
+
+        def rank(context, number):
+            inputs = Inputs(number, TOKENS)
+            with moeflow.Group(context, number, 2, capacity=8, transport="local", unique_id=unique_id) as group, \
+                    moeflow.Layer(group) as layer:
+                first = number * (EXPERTS // 2)
+                layer.bind(self.gate_up[first:first + EXPERTS // 2], self.down[first:first + EXPERTS // 2])
+                moeflow.prepare([layer])
+                try:
+                    layer.forward(inputs.hidden, inputs.out, ids=inputs.ids if number else inputs.ids[:2], weights=inputs.weights)
+                except ValueError as error:
+                    polled[number] = error
+                else:
+                    with self.assertRaises(moeflow.Error) as caught:
+                        group.poll(5000)
+                    polled[number] = caught.exception
+
+        with moeflow.open(backend="cpu", spec=self.spec) as context:
+            threads = [threading.Thread(target=rank, args=(context, number)) for number in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self.assertIsInstance(polled[0], ValueError)
+        self.assertEqual(polled[1].name, "MOEFLOW_ERROR_PEER")
+        self.assertIn("rank 0", polled[1].message)
+
 
 class BenchTest(unittest.TestCase):
     """bench_layer's "experts" arm on the CPU backend; the arms that need GPUs are run by the tools that time them."""

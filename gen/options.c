@@ -124,8 +124,10 @@ int command_help(const struct gen_options *options) {
     for (const struct environment_variable *row = environment_table; row->name; row++)
       printf("  %-18s %s\n", row->name, row->meaning);
   } else {
-    return command_status(options, status_set(MOEFLOW_ERROR_ARGUMENT, "no help on '%.64s'; topics: model, env, or a command "
-                                                                      "of `moeflow-gen help`", topic));
+    return command_status(options, status_set(MOEFLOW_ERROR_ARGUMENT,
+                                              "no help on '%.64s'; topics: model, env, or a command "
+                                              "of `moeflow-gen help`",
+                                              topic));
   }
   return 0;
 }

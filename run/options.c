@@ -251,7 +251,8 @@ static moeflow_status read_value(const struct option_row *row, const char *text,
 static moeflow_status read_argument(int argc, char **argv, int *index, struct options *options) {
   const char *argument = argv[*index];
   if (strncmp(argument, "--", 2) != 0) {
-    if (argument[0] == '-') return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %.64s; see moeflow-run --help", argument);
+    if (argument[0] == '-')
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %.64s; see moeflow-run --help", argument);
     if (options->model)
       return status_set(MOEFLOW_ERROR_ARGUMENT, "two models: %s and %s; one run takes one", options->model, argument);
     options->model = argument;

@@ -507,6 +507,7 @@ void model_print_fields(FILE *file) {
   }
   fprintf(
       file,
-      "\nWhat a model's config.json calls them. What it does not say, the family fixes: Mixtral always renormalizes.\n\n");
+      "\nWhat a model's config.json calls them. Where it has both widths, intermediate_size is a dense layer's. What it\n"
+      "does not say, the family fixes: Mixtral, for one, always renormalizes.\n\n");
   for (int i = 0; i < CONFIG_NAMES; i++) fprintf(file, "  %-27s %s\n", config_names[i].name, config_names[i].path);
 }

@@ -11,7 +11,7 @@ mv "$work/first" "$work/moved"  # nothing installed may know where it was
 cp -r "$source/integrations/c-example" "$work/example"
 cd "$work/example"
 rm -rf build layer tiny.spec
-PKG_CONFIG_PATH=$(dirname "$(find "$work/moved" -name moeflow.pc)") make run CFLAGS="-O2 -Wall -Wextra -Werror"
+make run PKG_CONFIG_PATH="$(dirname "$(find "$work/moved" -name moeflow.pc)")" CFLAGS="-O2 -Wall -Wextra -Werror"
 cmake -S . -B build -DCMAKE_PREFIX_PATH="$work/moved" >/dev/null
 cmake --build build
 build/layer tiny.spec
@@ -21,7 +21,7 @@ for tool in moeflow-gen moeflow-run; do "$work/moved/bin/$tool" --version; done
 {
   echo '#include <moeflow.h>'
   echo '#include <stdio.h>'
-  echo 'int example(int rank, moeflow_unique_id id, void *gate_up, void *down, void *hidden, void *logits, void *out, void *stream) {'
+  echo 'int example(int rank, moeflow_unique_id id, void *gate_up, void *down, float *bias, void *hidden, void *logits, void *out, void *stream) {'
   sed -n '/^```c$/,/^```$/p' "$source/README.md" | grep -v '^```'
   echo 'return 0; }'
 } >readme.c

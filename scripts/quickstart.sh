@@ -35,8 +35,9 @@ say "${run[*]}"
 cat <<'TEXT'
 
 == Next
-build/bin/moeflow-gen explain models/glm-5.3-flash.yaml    what is sent, what it costs in memory, which kernels serve what
-build/bin/moeflow-run --hand-example                       a layer small enough to follow with a pencil
-scripts/run_all_tests.sh                                   the tests
-integrations/c-example/, integrations/python/              the layer in your engine; README.md shows how
+build/bin/moeflow-gen explain models/glm-5.3-flash.yaml --dtype bf16   rows, memory, which kernels serve what
+build/bin/moeflow-run --hand-example                                   a layer small enough to follow with a pencil
+build/bin/moeflow-gen help model                                       the keys of your own model's YAML
+scripts/run_all_tests.sh                                               the tests
+integrations/c-example/, integrations/python/                          the layer in your engine; README.md shows how
 TEXT

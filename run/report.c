@@ -79,6 +79,7 @@ struct point_result report_merge(const struct point_result *results, int ranks, 
     merged.max_error_ratio = larger(merged.max_error_ratio, one->max_error_ratio);
     merged.step_us = larger(merged.step_us, one->step_us);
     merged.rows_checked += one->rows_checked;
+    merged.rounding_rows += one->rounding_rows;
     merged.close_calls += one->close_calls;
     merged.dispatch_exact = worse(merged.dispatch_exact, one->dispatch_exact);
     merged.replay_exact = worse(merged.replay_exact, one->replay_exact);
@@ -299,6 +300,7 @@ static void write_point(const struct setup *setup, const struct point_result *re
   json_real(json, "rel_l2_max", result->rel_l2_max);
   json_real(json, "max_error_ratio", result->max_error_ratio);
   json_number(json, "rows_checked", result->rows_checked);
+  json_number(json, "rounding_rows", result->rounding_rows);
   json_verdict(json, "dispatch_exact", result->dispatch_exact);
   json_verdict(json, "replay_exact", result->replay_exact);
   json_verdict(json, "repeat_exact", result->repeat_exact);

@@ -11,15 +11,16 @@
 
 enum point_verdict { POINT_NO = 0, POINT_YES = 1, POINT_NOT_CHECKED = 2 };
 
-struct point_result { /* one rank's, then the worst over the ranks */
+struct point_result {     /* one rank's, then the worst over the ranks */
   double rel_l2_max;      /* largest |got - want| / |want| of a row */
   double max_error_ratio; /* largest element error over its row's largest value */
   double step_us;         /* without --check: median time of a step */
   int32_t rows_checked;
-  int32_t close_calls;    /* tokens whose router candidates were too close to tell apart */
+  int32_t rounding_rows; /* rows beyond the bars that activations on the edge between two bf16 values explain */
+  int32_t close_calls;   /* tokens whose router candidates were too close to tell apart */
   int32_t dispatch_exact, replay_exact, repeat_exact, router_exact, forms_exact; /* enum point_verdict */
   int32_t passed;
-  uint8_t output_sha256[32]; /* of [tokens, H] bf16; all zero without tokens */
+  uint8_t output_sha256[32];       /* of [tokens, H] bf16; all zero without tokens */
   char message[POINT_MESSAGE_MAX]; /* of the first check that failed, "" for none */
 };
 

@@ -265,19 +265,23 @@ static void combine_token(const struct reference_layer *layer, const struct toke
   }
 }
 
+static void find_owners(const struct reference_layer *layer, int t, const int32_t *ids, const float *weights,
+                        int32_t *owners) {
+  for (int k = 0; k < layer->top_k; k++) {
+    if (skipped(layer, ids[k], weights[k]))
+      owners[k] = -1;
+    else if (layer->owner)
+      owners[k] = layer->owner(layer->owner_user, ids[k], t);
+    else
+      owners[k] = reference_linear_owner(layer->experts, layer->ranks, ids[k]);
+  }
+}
+
 static void combine_all(const struct reference_layer *layer, int tokens, const int32_t *ids, const float *weights,
                         const int32_t *sources, const float *values, int32_t *owners, uint16_t *out) {
   for (int t = 0; t < tokens; t++) {
     const size_t first = (size_t)t * layer->top_k;
-    for (int k = 0; k < layer->top_k; k++) {
-      const int32_t id = ids[first + k];
-      if (skipped(layer, id, weights[first + k]))
-        owners[k] = -1;
-      else if (layer->owner)
-        owners[k] = layer->owner(layer->owner_user, id, t);
-      else
-        owners[k] = reference_linear_owner(layer->experts, layer->ranks, id);
-    }
+    find_owners(layer, t, ids + first, weights + first, owners);
     const struct token token = {owners, weights + first, values + first * layer->hidden, sources ? sources[t] : 0};
     combine_token(layer, &token, out + (size_t)t * layer->hidden);
   }
@@ -305,6 +309,103 @@ int reference_run(const struct reference_layer *layer, int tokens, const uint16_
   free(owners);
   free(pairs);
   free(begin);
+  return result;
+}
+
+/* ---- What roundings on the edge allow ---- */
+
+struct range { /* of one choice's unweighted output, [H] */
+  float *low, *high;
+};
+
+static double root_mean_square(const double *values, int count) {
+  double square = 0;
+  for (int i = 0; i < count; i++) square += values[i] * values[i];
+  return sqrt(square / count);
+}
+
+/* The lowest and the highest bf16 that an activation may round to, with gate and up off by `off` either way. */
+static void activation_range(const struct reference_layer *layer, double gate, double up, double off, double *low,
+                             double *high) {
+  *low = *high = reference_from_bf16(reference_to_bf16(activate(layer, gate, up)));
+  for (int corner = 0; corner < 4; corner++) {
+    const double value = activate(layer, gate + (corner & 1 ? off : -off), up + (corner & 2 ? off : -off));
+    const double rounded = reference_from_bf16(reference_to_bf16(value));
+    *low = fmin(*low, rounded);
+    *high = fmax(*high, rounded);
+  }
+}
+
+static void expert_range(const struct reference_layer *layer, const uint16_t *hidden, int expert, struct buffers *buffers,
+                         const struct range *range) {
+  const int h = layer->hidden, i = layer->intermediate;
+  double *low = buffers->activations, *high = buffers->activations + i; /* the buffers hold TOKENS_AT_ONCE rows */
+  for (int c = 0; c < h; c++) buffers->inputs[c] = reference_from_bf16(hidden[c]);
+  layer->weights(layer->weights_user, expert, 0, buffers->matrix);
+  multiply(buffers->matrix, 2 * i, h, buffers->inputs, 1, buffers->scratch, buffers->products);
+  const double off = REFERENCE_SUM_ERROR * root_mean_square(buffers->products, 2 * i);
+  for (int c = 0; c < i; c++)
+    activation_range(layer, buffers->products[c], buffers->products[i + c], off, &low[c], &high[c]);
+  layer->weights(layer->weights_user, expert, 1, buffers->matrix);
+  multiply(buffers->matrix, h, i, low, 1, buffers->scratch, buffers->outputs);
+  const double spread = REFERENCE_SUM_ERROR * root_mean_square(buffers->outputs, h);
+  for (int row = 0; row < h; row++) {
+    double below = buffers->outputs[row], above = below;
+    for (int c = 0; c < i; c++) {
+      if (low[c] == high[c]) continue;
+      const double change = reference_from_bf16(buffers->matrix[(size_t)row * i + c]) * (high[c] - low[c]);
+      below += fmin(change, 0);
+      above += fmax(change, 0);
+    }
+    range->low[row] = (float)(below - spread);
+    range->high[row] = (float)(above + spread);
+  }
+}
+
+/* Sums and roundings keep the order of their inputs: with every choice at its lower end, then at its upper end, the way home
+ * gives the ends of the result. */
+static int fill_ranges(const struct reference_layer *layer, const uint16_t *hidden, const int32_t *ids, const float *weights,
+                       float *const ends[2]) {
+  struct buffers buffers = {0};
+  const int allocated = buffers_allocate(layer, &buffers);
+  for (int k = 0; k < layer->top_k && allocated; k++) {
+    const size_t at = (size_t)k * layer->hidden;
+    const int turned = weights[k] < 0; /* a negative weight turns the range around */
+    const struct range range = {ends[turned] + at, ends[!turned] + at};
+    if (!skipped(layer, ids[k], weights[k])) expert_range(layer, hidden, ids[k], &buffers, &range);
+  }
+  buffers_free(&buffers);
+  return allocated;
+}
+
+int reference_allow(const struct reference_layer *layer, const uint16_t *hidden, const int32_t *ids, const float *weights,
+                    int32_t source, const uint16_t *got, uint16_t *want) {
+  const size_t h = (size_t)layer->hidden, values = (size_t)layer->top_k * h;
+  float *ends[2] = {calloc(values, sizeof(float)), calloc(values, sizeof(float))};
+  uint16_t *bounds[2] = {malloc(h * sizeof(uint16_t)), malloc(h * sizeof(uint16_t))};
+  int32_t *owners = malloc((size_t)layer->top_k * sizeof *owners);
+  int result = -1;
+  if (ends[0] && ends[1] && bounds[0] && bounds[1] && owners && fill_ranges(layer, hidden, ids, weights, ends)) {
+    find_owners(layer, 0, ids, weights, owners);
+    for (int end = 0; end < 2; end++) {
+      const struct token token = {owners, weights, ends[end], source};
+      combine_token(layer, &token, bounds[end]);
+    }
+    for (size_t c = 0; c < h; c++) {
+      const double value = reference_from_bf16(got[c]), low = reference_from_bf16(bounds[0][c]),
+                   high = reference_from_bf16(bounds[1][c]);
+      if (value < low || value > high)
+        want[c] = bounds[value > high][c];
+      else if (value >= low)
+        want[c] = got[c]; /* not a NaN */
+    }
+    result = 0;
+  }
+  for (int end = 0; end < 2; end++) {
+    free(ends[end]);
+    free(bounds[end]);
+  }
+  free(owners);
   return result;
 }
 

@@ -36,6 +36,14 @@ int reference_linear_owner(int experts, int ranks, int expert);
 int reference_run(const struct reference_layer *layer, int tokens, const uint16_t *hidden, const int32_t *ids,
                   const float *weights, const int32_t *sources, uint16_t *out, float *values, int threads);
 
+/* Moves `want` [H] of one token, as reference_run made it, to the value nearest to `got` that its formula still allows when
+ * every gate, up and down sum is off by REFERENCE_SUM_ERROR of its row's root mean square. An activation on the edge between
+ * two bf16 values may then be either, and in a narrow layer one activation is enough to pass REFERENCE_L2_MAX. Got stays
+ * apart from want wherever these roundings do not explain it. Returns 0, or -1 when memory ran out. */
+#define REFERENCE_SUM_ERROR 0x1p-19 /* FP32 sums of some thousand products */
+int reference_allow(const struct reference_layer *layer, const uint16_t *hidden, const int32_t *ids, const float *weights,
+                    int32_t source, const uint16_t *got, uint16_t *want);
+
 struct reference_router {
   int experts, top_k;
   int softmax;       /* else sigmoid */

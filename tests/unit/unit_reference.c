@@ -254,7 +254,46 @@ static void test_compare(void) {
   EXPECT(difference.l2 == INFINITY && !reference_close(&difference), "NaN for a number");
 }
 
+/* One expert, one activation: 64 * up, and out[0] is that times the weight. */
+static uint16_t edge_up; /* what is added to up's 1 */
+static void edge_weights(void *user, int expert, int down, uint16_t *matrix) {
+  (void)user, (void)expert;
+  memset(matrix, 0, (down ? 8 : 16) * sizeof *matrix);
+  matrix[0] = reference_to_bf16(down ? 1 : 64);
+  if (down) return;
+  matrix[8] = reference_to_bf16(1);
+  matrix[9] = edge_up;
+}
+
+static int allowed(const struct reference_layer *layer, float weight, double value) {
+  uint16_t hidden[8] = {0x3f80, 0x3f80}, want[8], got[8];
+  const int32_t id = 0;
+  struct reference_difference difference;
+  EXPECT(reference_run(layer, 1, hidden, &id, &weight, NULL, want, NULL, 1) == 0, "memory");
+  memcpy(got, want, sizeof got);
+  got[0] = reference_to_bf16(value);
+  EXPECT(reference_allow(layer, hidden, &id, &weight, 0, got, want) == 0, "memory");
+  reference_compare(got, want, 1, 8, &difference);
+  return reference_close(&difference);
+}
+
+static void test_roundings_on_the_edge(void) {
+  struct reference_layer layer = {
+      .hidden = 8, .intermediate = 1, .experts = 1, .top_k = 1, .ranks = 1, .output_scale = 1, .weights = edge_weights};
+  for (int choices = 0; choices < 2; choices++) {
+    layer.choices = choices;
+    edge_up = reference_to_bf16(0x1p-8); /* half way between 1 and the next */
+    EXPECT(allowed(&layer, 1, 64) && allowed(&layer, 1, 64.5), "either side of the edge");
+    EXPECT(!allowed(&layer, 1, 65) && !allowed(&layer, 1, 63.5) && !allowed(&layer, 1, NAN), "beyond both");
+    EXPECT(allowed(&layer, -2, -128) && allowed(&layer, -2, -129), "a negative weight");
+    EXPECT(!allowed(&layer, -2, -130) && !allowed(&layer, -2, 128), "a negative weight, beyond");
+    edge_up = reference_to_bf16(0x1p-8 + 0x1p-11);
+    EXPECT(allowed(&layer, 1, 64.5) && !allowed(&layer, 1, 64), "past the edge there is one value");
+  }
+}
+
 int main(void) {
+  test_roundings_on_the_edge();
   test_bf16();
   test_owner();
   test_by_hand();

@@ -22,11 +22,15 @@ static uint32_t flag(const struct moeflow_exchange_params *p, int word, int sour
   return __atomic_load_n(p->flags + (int64_t)word * p->ranks + source, __ATOMIC_ACQUIRE);
 }
 
+/* Whoever caught it from a peer of its own is named only when nobody else is. */
 static int poisoned_peer(const struct moeflow_exchange_params *p) {
+  int caught = -1;
   for (int source = 0; source < p->ranks; source++) {
-    if (flag(p, 2, source)) return source;
+    const uint32_t mark = flag(p, 2, source);
+    if (mark && mark != MOEFLOW_POISON_PEER) return source;
+    if (mark && caught < 0) caught = source;
   }
-  return -1;
+  return caught;
 }
 
 static void pause_between_looks(int looks) {

@@ -181,15 +181,13 @@ static moeflow_status run_task(struct task *task, struct moeflow_lane *lane) {
   if (!task->lend_failed) return MOEFLOW_OK;
   struct moeflow_record *record = record_of(task->call->layer, lane);
   const uint32_t rank = task->call->layer->group ? (uint32_t)task->call->layer->group->rank : 0;
-  cpu_poison(lane, record ? record : &unread, MOEFLOW_POISON_ABORT, rank, MOEFLOW_PHASE_EXPERTS,
+  cpu_poison(lane, record ? record : &unread, MOEFLOW_POISON_LEND, rank, MOEFLOW_PHASE_EXPERTS,
              (uint32_t)task->lend_failed - 1, task->down != NULL);
   return MOEFLOW_OK;
 }
 
 moeflow_status cpu_lend_failure(const struct moeflow_lane *lane, const struct moeflow_record *record) {
-  if (record->poison != MOEFLOW_POISON_ABORT || record->phase != MOEFLOW_PHASE_EXPERTS || record->step != lane->epoch) {
-    return MOEFLOW_OK;
-  }
+  if (record->poison != MOEFLOW_POISON_LEND || record->step != lane->epoch) return MOEFLOW_OK;
   return status_set(MOEFLOW_ERROR_ARGUMENT,
                     "`lend` returned NULL for the %s matrix of local expert %u; the group is poisoned and the output NaN",
                     record->theirs ? "down" : "gate_up", record->mine);

@@ -57,6 +57,7 @@ moeflow_status cpu_pack(const struct cpu_call *call, const void *params) {
   struct row row = {.header = {p->lane->epoch, (uint32_t)tokens, (uint32_t)p->tokens_max, p->flags}};
   if (poisoned) row.header.flags |= MOEFLOW_ROW_POISONED;
   p->record->started = row.header.epoch;
+  if (poisoned && p->out.block_bytes == 0) return MOEFLOW_OK; /* one-sided: peers may still read the last step's row 0 */
   if (tokens == 0) write_row(call->spec, p, &row, 0, 0);
   for (int t = 0; t < tokens; t++) {
     place_token(call->spec, p, t, &row);

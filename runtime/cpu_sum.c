@@ -131,7 +131,8 @@ static moeflow_status combine(const struct cpu_call *call, const struct moeflow_
     for (int t = 0; t < p->tokens; t++) combine_token(spec, p, t, ring);
   }
   const moeflow_status status = cpu_lend_failure(p->lane, p->record);
-  __atomic_store_n(&p->record->steps, ++p->lane->steps, __ATOMIC_RELEASE);
+  p->lane->steps += p->eager != 0;
+  __atomic_store_n(&p->record->steps, p->lane->steps, __ATOMIC_RELEASE);
   __atomic_store_n(&p->record->finished, p->lane->epoch, __ATOMIC_RELEASE);
   p->lane->epoch++;
   return status;

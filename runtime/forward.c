@@ -19,6 +19,7 @@ struct step {
   int tokens; /* of this rank; 0 when it joins with an error mark */
   int tokens_max;
   int rows; /* R */
+  int captured;
   uint32_t row_flags;
   int64_t entries; /* ranks * R * K */
   struct plan_bucket bucket;
@@ -236,6 +237,7 @@ static moeflow_status combine(const struct step *step) {
       .tokens = step->tokens,
       .rank = step->group->rank,
       .ranks = step->group->ranks,
+      .eager = !step->captured,
   };
   const enum kernel_id kernel = step->layer->combine == MOEFLOW_COMBINE_RING ? KERNEL_COMBINE_RING : KERNEL_COMBINE;
   return launch(step, kernel, 0, step->tokens > 0 ? step->tokens : 1, &params);
@@ -375,10 +377,10 @@ moeflow_status moeflow_forward(moeflow_layer *layer, const moeflow_forward_args 
   }
   CHECK(context_enter(step.context));
   const struct backend *backend = step.context->backend;
-  const int captured = backend->capturing && backend->capturing(step.context, args.stream);
-  if (!captured) atomic_fetch_add(&step.lane->eager, 1);
+  step.captured = backend->capturing && backend->capturing(step.context, args.stream);
+  if (!step.captured) atomic_fetch_add(&step.lane->eager, 1);
   status = run_step(&step);
-  if (status != MOEFLOW_OK && !captured) {
+  if (status != MOEFLOW_OK && !step.captured) {
     char message[1024];
     snprintf(message, sizeof message, "%s", moeflow_last_error());
     abandon(&step);

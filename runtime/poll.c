@@ -1,8 +1,9 @@
 /* moeflow_poll and moeflow_abort: the host's view of steps that run on the device. Any thread.
  *
  * Kernels write each lane's record: started when a step's first kernel runs, received when the rows are there, finished at
- * its end. A step enqueued outside a capture is also counted by moeflow_forward, so that it is waited for before it starts.
- * A replay that has not begun leaves no trace yet: synchronise with the stream, or poll after its first kernel. */
+ * its end. A step enqueued outside a capture is also counted, by moeflow_forward and by its last kernel, so that it is
+ * waited for before it starts. A replay that has not begun leaves no trace yet: synchronise with the stream, or poll after
+ * its first kernel. */
 #include <stdio.h>
 #include <string.h>
 
@@ -51,6 +52,7 @@ static const struct {
     [MOEFLOW_POISON_EPOCH] = {MOEFLOW_ERROR_PEER, "the ranks are at different steps", 1},
     [MOEFLOW_POISON_TIMEOUT] = {MOEFLOW_ERROR_TIMEOUT, "the peer stayed silent", 0},
     [MOEFLOW_POISON_ABORT] = {MOEFLOW_ERROR_PEER, "moeflow_abort was called", 0},
+    [MOEFLOW_POISON_LEND] = {MOEFLOW_ERROR_ARGUMENT, "`lend` returned NULL in place of an expert's weights", 0},
 };
 
 static moeflow_status say_poison(const struct moeflow_group *group, int lane, const struct moeflow_record *record) {

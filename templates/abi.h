@@ -89,13 +89,14 @@ enum moeflow_poison { /* why a group is unusable; the first cause stays */
   MOEFLOW_POISON_TOKENS_MAX = 2, /* mine, theirs: tokens_max */
   MOEFLOW_POISON_EPOCH = 3,      /* mine, theirs: step numbers; the ranks are out of step */
   MOEFLOW_POISON_TIMEOUT = 4,    /* the peer stayed silent in `phase` */
-  MOEFLOW_POISON_ABORT = 5       /* moeflow_abort */
+  MOEFLOW_POISON_ABORT = 5,      /* moeflow_abort */
+  MOEFLOW_POISON_LEND = 6        /* CPU: no weights were lent; mine: local expert, theirs: 1 for down */
 };
 
 struct moeflow_lane { /* device memory; epoch is bumped by combine, the last kernel of a step */
   uint32_t epoch;
   uint32_t poison; /* enum moeflow_poison; every kernel returns at once when it is set */
-  uint32_t steps;  /* steps ended since creation, copied into the record */
+  uint32_t steps;  /* eager steps ended since creation, copied into the record */
   uint32_t reserved[29];
 };
 
@@ -103,7 +104,7 @@ struct moeflow_record { /* pinned host memory, one per lane; read by moeflow_pol
   uint32_t started;     /* epoch of the last step whose pack ran */
   uint32_t received;    /* epoch of the last step whose rows arrived */
   uint32_t finished;    /* epoch of the last step that ended */
-  uint32_t steps;       /* steps ended since creation */
+  uint32_t steps;       /* steps ended since creation, replays not counted */
   uint32_t failed_peer; /* 1 + the last peer that sent MOEFLOW_ROW_FAILED, 0 = none */
   uint32_t failed_step;
   uint32_t poison;      /* enum moeflow_poison, written last; the rest says more: */
@@ -286,7 +287,7 @@ struct moeflow_combine_params {
   int32_t tokens;
   int32_t rank;
   int32_t ranks;
-  int32_t reserved;
+  int32_t eager;           /* 0 in a captured step: the host does not know of its replays */
 };
 
 struct moeflow_fill_params { /* counter-based test values; runtime/random.h has the rule */

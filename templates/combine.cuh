@@ -70,7 +70,7 @@ __device__ __forceinline__ void combine_with(const moeflow_combine_params &param
   __shared__ int32_t places[Model::top_k];
   __shared__ OwnerList owners;
   const int token = blockIdx.x;
-  const bool poison = poisoned(params.lane);
+  const bool poison = block_poisoned(params.lane);
   if (token < params.tokens) {
     uint8_t *out = params.out + static_cast<int64_t>(token) * Model::hidden * 2;
     if (poison) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void combine_with(const moeflow_combine_params &param
       }
     }
   }
-  if (token == 0 && threadIdx.x == 0) finish_step(params.lane, params.record);
+  if (token == 0 && threadIdx.x == 0) finish_step(params.lane, params.record, params.eager);
 }
 
 template <class Model, class Variant>

@@ -1,5 +1,5 @@
-/* Source, for comparison: partial sums added as a ring reduction would, from this rank's successor around to itself, each
- * sum rounded to bf16. Only with `reduce: owner`. */
+/* Source, for comparison: partial sums added as a ring reduction would, from this rank's successor around to itself, the
+ * first taken as it is and each sum rounded to bf16. Only with `reduce: owner`. */
 #ifndef MOEFLOW_COMBINE_RING_CUH
 #define MOEFLOW_COMBINE_RING_CUH
 
@@ -20,8 +20,7 @@ struct SumRing {
       const uint8_t *row = returned_row<Model>(params, owners.owner[i], token);
       const Eight value = load_eight<ReturnRow<Model>::fp32>(row, column);
       for (int j = 0; j < 8; j++) {
-        const float added = i == 0 ? value.value[j] : __fadd_rn(sum.value[j], value.value[j]);
-        sum.value[j] = bf16_to_float(float_to_bf16(added));
+        sum.value[j] = i == 0 ? value.value[j] : bf16_to_float(float_to_bf16(__fadd_rn(sum.value[j], value.value[j])));
       }
     }
     return sum;

@@ -22,7 +22,7 @@ __device__ __forceinline__ void down(const moeflow_down_params &params) {
   constexpr int row_blocks = (Model::hidden + Variant::tile_rows - 1) / Variant::tile_rows;
   const int tile_number = blockIdx.x / row_blocks;
   const int row_block = blockIdx.x % row_blocks;
-  if (poisoned(params.lane) || tile_number >= *params.tile_count) return;
+  if (block_poisoned(params.lane) || tile_number >= *params.tile_count) return;
   const moeflow_tile tile = params.tiles[tile_number];
   const uint8_t *const first[1] = {matrix_of(params.weights, tile.expert)};
   const Operand operand(first, params.weights.row_stride, row_block);

@@ -31,34 +31,37 @@ __device__ __forceinline__ uint32_t *flag_of(uint32_t *flags, int block, int sou
 template <class Model, class Variant>
 __device__ __forceinline__ void exchange(const moeflow_exchange_params &params) {
   __shared__ int late;    /* lowest peer that stayed silent */
-  __shared__ int ill;     /* lowest peer that is poisoned */
+  __shared__ int ill;     /* lowest peer that is poisoned; behind them, ranks + peer: by a peer of its own */
   __shared__ int aborted; /* lowest peer that was awaited when the group was given up */
   const int none = params.ranks;
   const int block = params.phase == MOEFLOW_PHASE_RETURN;
   const uint32_t epoch = params.lane->epoch;
   const uint32_t poison = params.lane->poison;
-  if (threadIdx.x == 0) late = ill = aborted = none;
+  if (threadIdx.x == 0) {
+    late = aborted = none;
+    ill = 2 * none;
+  }
   for (int peer = threadIdx.x; peer < params.ranks; peer += Variant::threads) {
     uint32_t *flags = params.peer_flags[peer];
     if (poison) store_system(flag_of(flags, 2, params.rank, params.ranks), poison);
     fence_system();
     store_release_system(flag_of(flags, block, params.rank, params.ranks), epoch);
   }
-  if (poison) return;
-  __syncthreads();
+  if (__syncthreads_or(poison != MOEFLOW_POISON_NONE)) return;
 
   const uint64_t begin = global_timer();
   for (int peer = threadIdx.x; peer < params.ranks; peer += Variant::threads) {
     const Wait end = await_flag(params, flag_of(params.flags, block, peer, params.ranks), epoch, begin);
     if (end == wait_timeout) atomicMin(&late, peer);
     if (end == wait_abort) atomicMin(&aborted, peer);
-    if (load_system(flag_of(params.flags, 2, peer, params.ranks))) atomicMin(&ill, peer);
+    const uint32_t mark = load_system(flag_of(params.flags, 2, peer, params.ranks));
+    if (mark) atomicMin(&ill, mark == MOEFLOW_POISON_PEER ? none + peer : peer);
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
   const uint32_t phase = params.phase;
   if (aborted < none) raise_poison(params.lane, params.record, {MOEFLOW_POISON_ABORT, uint32_t(aborted), phase, epoch, 0});
-  if (ill < none) raise_poison(params.lane, params.record, {MOEFLOW_POISON_PEER, uint32_t(ill), phase, epoch, 0});
+  if (ill < 2 * none) raise_poison(params.lane, params.record, {MOEFLOW_POISON_PEER, uint32_t(ill % none), phase, epoch, 0});
   if (late < none) raise_poison(params.lane, params.record, {MOEFLOW_POISON_TIMEOUT, uint32_t(late), phase, epoch, 0});
 }
 

@@ -64,7 +64,7 @@ __device__ __forceinline__ void check_headers(const moeflow_expert_index_params 
 template <class Model, class Variant>
 __device__ __forceinline__ void expert_index(const moeflow_expert_index_params &params) {
   __shared__ int32_t counts[local_experts_max];
-  if (__syncthreads_or(poisoned(params.lane))) return; /* block 0 may poison the lane meanwhile: one answer per block */
+  if (block_poisoned(params.lane)) return; /* block 0 may poison it meanwhile */
   const uint32_t epoch = params.lane->epoch;
   for (int i = threadIdx.x; i < params.local_experts; i += Variant::threads) counts[i] = 0;
   __syncthreads();

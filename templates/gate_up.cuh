@@ -24,7 +24,7 @@ __device__ __forceinline__ void gate_up(const moeflow_gate_up_params &params) {
   constexpr int row_blocks = (Model::intermediate + Variant::tile_rows - 1) / Variant::tile_rows;
   const int tile_number = blockIdx.x / row_blocks;
   const int row_block = blockIdx.x % row_blocks;
-  if (poisoned(params.lane) || tile_number >= *params.tile_count) return;
+  if (block_poisoned(params.lane) || tile_number >= *params.tile_count) return;
   const moeflow_tile tile = params.tiles[tile_number];
   const uint8_t *matrix = matrix_of(params.weights, tile.expert);
   const int64_t stride = params.weights.row_stride;

@@ -10,6 +10,12 @@ __device__ __forceinline__ bool poisoned(const moeflow_lane *lane) {
   return lane->poison != MOEFLOW_POISON_NONE;
 }
 
+/* One answer for the block, whose threads all ask: the host may poison the lane at any moment, and with two answers some
+ * threads would go on with shared memory that others never filled. */
+__device__ __forceinline__ bool block_poisoned(const moeflow_lane *lane) {
+  return __syncthreads_or(poisoned(lane));
+}
+
 struct Cause {
   uint32_t poison; /* enum moeflow_poison */
   uint32_t peer;
@@ -32,9 +38,9 @@ __device__ __forceinline__ void raise_poison(moeflow_lane *lane, moeflow_record 
 
 /* Ends a step: one thread of the last kernel. Steps are counted in device memory, since reading the record would cross PCIe.
  */
-__device__ __forceinline__ void finish_step(moeflow_lane *lane, moeflow_record *record) {
+__device__ __forceinline__ void finish_step(moeflow_lane *lane, moeflow_record *record, bool eager) {
   const uint32_t epoch = lane->epoch;
-  const uint32_t steps = lane->steps + 1;
+  const uint32_t steps = lane->steps + eager;
   lane->steps = steps;
   store_system(&record->steps, steps);
   fence_system();

@@ -54,7 +54,7 @@ template <class Model, class Variant>
 __device__ __forceinline__ void owner_reduce(const moeflow_owner_reduce_params &params) {
   using Return = ReturnRow<Model>;
   __shared__ RowEntries list;
-  if (poisoned(params.lane)) return;
+  if (block_poisoned(params.lane)) return;
   const int source = blockIdx.x / params.in.rows;
   const int token = blockIdx.x % params.in.rows;
   list_entries<Model>(params, row_in(params.in, source, token, Row<Model>::bytes), list);

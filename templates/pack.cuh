@@ -58,10 +58,11 @@ __device__ __forceinline__ void pack(const moeflow_pack_params &params) {
   __shared__ uint4 header[header_vectors<Model>];
   __shared__ OwnerList owners;
   const int token = blockIdx.x;
-  const bool poison = poisoned(params.lane);
+  const bool poison = block_poisoned(params.lane);
   const int tokens = poison ? 0 : params.tokens;
   if (token > 0 && token >= tokens) return;
   if (token == 0 && threadIdx.x == 0) store_system(&params.record->started, params.lane->epoch);
+  if (poison && params.out.block_bytes == 0) return; /* one-sided: peers may still read the last step's row 0 */
 
   uint32_t *words = reinterpret_cast<uint32_t *>(header);
   stage_header<Model>(params, poison, token, tokens, words);

@@ -159,7 +159,7 @@ __device__ __forceinline__ void router(const moeflow_router_params &params) {
   constexpr bool grouped = Model::groups > 1 && Model::top_groups < Model::groups;
   __shared__ float all_values[warps][Model::experts];
   __shared__ float all_groups[warps][grouped ? Model::groups : 1];
-  if (poisoned(params.lane)) return;
+  if (block_poisoned(params.lane)) return;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int token = blockIdx.x * warps + warp;

@@ -16,6 +16,7 @@ thread_local emulated_index threadIdx, blockIdx, blockDim, gridDim;
 namespace emulator {
 
 thread_local unsigned schedule;
+thread_local std::function<void(unsigned thread)> before_thread;
 
 namespace {
 
@@ -92,6 +93,7 @@ void leave(bool last) {
 
 void enter() {
   __sanitizer_finish_switch_fiber(nullptr, &block.scheduler_stack, &block.scheduler_stack_bytes);
+  if (before_thread) before_thread(threadIdx.x);
   (*block.kernel)();
   Fiber &fiber = self();
   for (const auto &group : fiber.groups) {

@@ -51,6 +51,9 @@ struct Site { /* where in the source a thread waits */
  * far as it can before the next one starts. Used by the next launch of this pthread. */
 extern thread_local unsigned schedule;
 
+/* Called before each thread of a block begins, where set: what others do to memory meanwhile. */
+extern thread_local std::function<void(unsigned thread)> before_thread;
+
 /* Runs `kernel` once per thread of each block. Aborts the process with a message when the kernel breaks a rule. */
 void launch(unsigned blocks, unsigned threads, size_t dynamic_shared_bytes, const std::function<void()> &kernel);
 

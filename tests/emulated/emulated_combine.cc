@@ -24,7 +24,7 @@ template <class Model>
 struct Case {
   static constexpr int element = Model::return_fp32 ? 4 : 2;
   static constexpr int per_token = Model::reduce_choices ? Model::top_k : 1;
-  int tokens, rank, ranks;
+  int tokens, rank, ranks, eager;
   int64_t row_bytes, block_bytes;
   Buffer<int32_t> places;
   Buffer<float> weights;
@@ -45,6 +45,7 @@ struct Case {
         out(static_cast<size_t>(tokens * Model::hidden)) {
     Random random(seed);
     lane.steps = 6;
+    eager = seed % 2;
     for (int t = 0; t < tokens; t++) {
       for (int k = 0; k < Model::top_k; k++) {
         const bool none = t == 1 || random.below(4) == 0; /* token 1 has no owner at all */
@@ -87,7 +88,7 @@ struct Case {
             tokens,
             rank,
             ranks,
-            0};
+            eager};
   }
   unsigned blocks() const {
     return static_cast<unsigned>(std::max(tokens, 1));
@@ -118,7 +119,7 @@ struct Case {
         if (!owns(owner, t)) continue;
         const float value = read(returned_row(owner, t, 0), i);
         sum = any ? sum + value : value;
-        if (ring) sum = from_bf16(to_bf16(sum));
+        if (ring && any) sum = from_bf16(to_bf16(sum)); /* the first is taken as it is */
         any = true;
       }
     }
@@ -135,8 +136,8 @@ struct Case {
     }
     EXPECT_EQUAL(lane.epoch, 0u);
     EXPECT_EQUAL(record.finished, epoch);
-    EXPECT_EQUAL(lane.steps, 7u);
-    EXPECT_EQUAL(record.steps, 7u);
+    EXPECT_EQUAL(lane.steps, eager ? 7u : 6u);
+    EXPECT_EQUAL(record.steps, lane.steps);
   }
 };
 

@@ -149,6 +149,12 @@ void poison_spreads() {
   EXPECT_EQUAL(world.lanes[1].poison, static_cast<uint32_t>(MOEFLOW_POISON_EPOCH));
   EXPECT_EQUAL((*world.flags[0])[6 + 1], static_cast<uint32_t>(MOEFLOW_POISON_EPOCH));
 
+  World second_hand(3, 4); /* rank 0 caught it from rank 1, which is the one to name */
+  second_hand.lanes[0].poison = MOEFLOW_POISON_PEER;
+  second_hand.lanes[1].poison = MOEFLOW_POISON_EPOCH;
+  second_hand.run();
+  check_cause(second_hand, 2, MOEFLOW_POISON_PEER, 1, MOEFLOW_PHASE_DISPATCH, 4);
+
   World alone(2, 9); /* the peer is not there at all */
   alone.lanes[0].poison = MOEFLOW_POISON_TIMEOUT;
   alone.step(0);

@@ -102,7 +102,8 @@ class Case {
       uint8_t *peer = setup_.one_sided ? targets_[static_cast<size_t>(p)] : targets_[0] + p * rows * layout_.bytes();
       for (int t = 0; t < rows; t++) {
         std::vector<uint8_t> want(static_cast<size_t>(layout_.bytes()), 0xff);
-        if (t < live || t == 0) write_expected(want.data(), p, t, live);
+        const bool told_by_flags = setup_.poison && setup_.one_sided;
+        if (t < live || (t == 0 && !told_by_flags)) write_expected(want.data(), p, t, live);
         const uint8_t *got = peer + t * layout_.bytes();
         size_t at = 0;
         while (at < want.size() && want[at] == got[at]) at++;

@@ -53,7 +53,7 @@ static void test_replays(void) {
   }
   struct capture capture = {.step = &steps[0], .replays = 1};
   world_each(&gpu.world, capture_one, &capture);
-  const unsigned before = gpu.world.rank[0].group->lanes[0].record->steps;
+  const unsigned before = gpu.world.rank[0].group->lanes[0].record->finished;
   for (int round = 0; round < 4; round++) {
     for (int i = 0; i < 3; i++) {
       capture.step = &steps[i];
@@ -66,7 +66,7 @@ static void test_replays(void) {
       }
     }
   }
-  const unsigned steps_run = gpu.world.rank[0].group->lanes[0].record->steps - before;
+  const unsigned steps_run = gpu.world.rank[0].group->lanes[0].record->finished - before;
   EXPECT(steps_run == 9 + 3 * REPLAYS, "%u steps", steps_run);
   gpu_run(&gpu, &steps[1]); /* eager again, after replays */
   for (int r = 0; r < RANKS; r++) EXPECT(!memcmp(eager[1][r], steps[1].out[r], (size_t)steps[1].tokens[r] * 1024));

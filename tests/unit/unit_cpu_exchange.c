@@ -77,6 +77,7 @@ static void test_silent(void) {
 static void test_poisoned_peer(void) {
   reset(10);
   raise_all_but(0, -1, 10);
+  flags[0][2 * RANKS + 1] = MOEFLOW_POISON_PEER; /* caught it from rank 3 */
   flags[0][2 * RANKS + 3] = MOEFLOW_POISON_ABORT;
   exchange(0, MOEFLOW_PHASE_DISPATCH, 60000000000u);
   EXPECT(lanes[0].poison == MOEFLOW_POISON_PEER && records[0].peer == 3, "a raised flag does not hide the mark: %u",

@@ -195,7 +195,7 @@ static void test_lend(void) {
     EXPECT(lender.asked[m][0] == 1 && lender.asked[m][1] == 0 && lender.asked[m][2] == 1, "asked once an expert with work");
   }
   lender.refuse = 2;
-  EXPECT(run(none, MOEFLOW_GATE_UP) == MOEFLOW_OK && lane.poison == MOEFLOW_POISON_ABORT, "refused: %u", lane.poison);
+  EXPECT(run(none, MOEFLOW_GATE_UP) == MOEFLOW_OK && lane.poison == MOEFLOW_POISON_LEND, "refused: %u", lane.poison);
   EXPECT(run(none, MOEFLOW_GATE_UP) == MOEFLOW_OK && activations[0] == 0xffff, "a poisoned lane computes nothing");
   layer.lend = NULL;
   lane.poison = 0;

@@ -123,6 +123,10 @@ static void test_pack_without_tokens(void) {
   memcpy(&header, received[1][0], sizeof header);
   EXPECT(header.rows_sent == 0 && header.flags == MOEFLOW_ROW_POISONED, "poisoned: %u rows", header.rows_sent);
   EXPECT(received[1][0][128] == 0xff && received[1][1][0] == 0xff, "and nothing else");
+  memset(received, 0xff, sizeof received);
+  p.out.block_bytes = 0;
+  cpu_pack(&call, &p);
+  EXPECT(received[0][0][0] == 0xff, "one-sided: not into rows that a peer may still read");
 }
 
 static void test_replicas(void) {

@@ -89,7 +89,7 @@ static void put_return(int owner, int row, float value) {
 
 static float combined(cpu_kernel kernel, const int32_t *places, const float *weights, int rank, uint16_t *out) {
   const struct moeflow_combine_params p = {
-      &lane, &record, places, weights, returned[0][0], sizeof returned[0], (uint8_t *)out, 2, rank, RANKS, 0};
+      &lane, &record, places, weights, returned[0][0], sizeof returned[0], (uint8_t *)out, 2, rank, RANKS, 1};
   memset(out, 0x55, 3 * H * sizeof *out);
   kernel(&call, &p);
   EXPECT(out[0] == out[H - 1] && out[2 * H] == 0x5555, "all columns, two tokens");

@@ -566,6 +566,14 @@ static void test_allocator(void) {
 
 /* ---- Poll ---- */
 
+static struct moeflow_combine_params last_combine(void) {
+  struct moeflow_combine_params params;
+  const struct fake_call *call = &cuda->calls[cuda->call_count - 1];
+  EXPECT(!strcmp(call->kernel, "moeflow_combine"), "%s", call->kernel);
+  memcpy(&params, call->params, sizeof params);
+  return params;
+}
+
 static void test_poll(void) {
   set_up(MOEFLOW_TRANSPORT_LOCAL, "fake_nccl");
   each(create_group);
@@ -583,8 +591,16 @@ static void test_poll(void) {
   EXPECT_OK(moeflow_poll(ranks[0].group, 0));
   cuda->capturing = 1;
   EXPECT_OK(moeflow_forward(ranks[0].layer, &args)); /* a captured step is no step yet */
+  EXPECT(last_combine().eager == 0, "its last kernel leaves the count of steps alone");
   EXPECT_OK(moeflow_poll(ranks[0].group, 0));
   cuda->capturing = 0;
+  record->started = record->finished = 4; /* three replays */
+  EXPECT_OK(moeflow_poll(ranks[0].group, 0));
+  EXPECT_OK(moeflow_forward(ranks[0].layer, &args)); /* and a step that is held up behind other work of the stream */
+  EXPECT(last_combine().eager == 1);
+  EXPECT_STATUS(moeflow_poll(ranks[0].group, 0), MOEFLOW_ERROR_TIMEOUT, "2 step(s) enqueued, 1 ended");
+  record->started = record->finished = 5, record->steps = 2;
+  EXPECT_OK(moeflow_poll(ranks[0].group, 0));
   record->failed_peer = 2;
   record->failed_step = 7;
   EXPECT_STATUS(moeflow_poll(ranks[0].group, 0), MOEFLOW_ERROR_PEER, "rank 1 joined step 7");
@@ -599,6 +615,7 @@ static void test_poll(void) {
       {MOEFLOW_POISON_EPOCH, MOEFLOW_ERROR_PEER, "different steps: 20 here, 21 there"},
       {MOEFLOW_POISON_TIMEOUT, MOEFLOW_ERROR_TIMEOUT, "stayed silent (rank 1, return phase, step 9)"},
       {MOEFLOW_POISON_ABORT, MOEFLOW_ERROR_PEER, "moeflow_abort"},
+      {MOEFLOW_POISON_LEND, MOEFLOW_ERROR_ARGUMENT, "`lend` returned NULL"},
       {77, MOEFLOW_ERROR_INTERNAL, "77"},
   };
   record->peer = 1, record->phase = MOEFLOW_PHASE_RETURN, record->step = 9, record->mine = 20, record->theirs = 21;

@@ -233,6 +233,8 @@ static void test_lend_nothing(void) {
   world_step(&world, &step);
   EXPECT(step.forward[1] == MOEFLOW_ERROR_ARGUMENT && says(step.forward_message[1], "lend"), "%s", step.forward_message[1]);
   EXPECT(step.poll[0] == MOEFLOW_ERROR_PEER && says(step.poll_message[0], "rank 1"), "%s", step.poll_message[0]);
+  EXPECT(step.poll[1] == MOEFLOW_ERROR_ARGUMENT && says(step.poll_message[1], "`lend` returned NULL"), "%s",
+         step.poll_message[1]);
   EXPECT(all_nan(&step, 0, 16) && all_nan(&step, 1, 16), "NaN on both");
   close_filled(&world, &step);
 }

@@ -61,7 +61,8 @@ typedef enum moeflow_transport {
   MOEFLOW_TRANSPORT_NCCL = 1,      /* one all-to-all out, one back */
   MOEFLOW_TRANSPORT_WINDOW = 2,    /* one-sided stores over NVLink: reserved, not in this version */
   MOEFLOW_TRANSPORT_ALLGATHER = 3, /* all-gather out, reduce-scatter back: reserved, not in this version */
-  MOEFLOW_TRANSPORT_LOCAL = 4      /* all ranks are threads of this process, on one GPU or on the CPU */
+  MOEFLOW_TRANSPORT_LOCAL = 4      /* all ranks are threads of this process, on one GPU or on the CPU. Ranks wait for each other
+                                      on the device: on a GPU each rank and lane needs a non-blocking stream of its own */
 } moeflow_transport;
 
 typedef enum moeflow_dtype {
@@ -161,7 +162,8 @@ typedef struct moeflow_group_config {
   moeflow_transport transport;
   const moeflow_unique_id *unique_id; /* the same on all ranks; from moeflow_get_unique_id on one of them */
   void *nccl_comm;                    /* an ncclComm_t to adopt instead of unique_id: never freed here; lanes must be 1 */
-  int timeout_ms;                     /* bound of every wait for a peer; 0: 30000 */
+  int timeout_ms;                     /* bound of every wait for a peer; 0: 30000. NCCL's exchanges on the device have none:
+                                         moeflow_poll tells that one is stuck, and moeflow_abort ends it */
   int local_experts_max;              /* most local slots of any layer; 0: ceil(E / ranks) */
   const moeflow_allocator *allocator; /* copied; NULL: the driver's own (CUDA), the C library's (CPU) */
 } moeflow_group_config;
@@ -187,8 +189,9 @@ MOEFLOW_API moeflow_status moeflow_group_destroy(moeflow_group *group);
 /* Waits, at most timeout_ms, for the steps enqueued so far to finish, replays included. MOEFLOW_OK when they have.
  * MOEFLOW_ERROR_TIMEOUT names the phase and step that is stuck, and the silent peer where the transport can tell.
  * MOEFLOW_ERROR_PEER: a peer brought an error mark (named), or the group is poisoned (why, by whom, at which step).
- * timeout_ms = 0 only looks. A replay whose first kernel has not begun leaves no trace and is not waited for: synchronise
- * with its stream where that matters. Any thread. */
+ * MOEFLOW_ERROR_ARGUMENT: `lend` gave no weights. timeout_ms = 0 only looks. The last kernel may still be writing `out`: who
+ * reads it is ordered by the stream, as behind any kernel. A replay whose first kernel has not begun leaves no trace and is
+ * not waited for: synchronise with its stream where that matters. Any thread. */
 MOEFLOW_API moeflow_status moeflow_poll(moeflow_group *group, int timeout_ms);
 
 /* Gives the group up from any thread: waits on peers end, the group is poisoned, peers learn of it where they can. Over NCCL
@@ -212,6 +215,8 @@ typedef struct moeflow_layer_config {
 /* `context` is one of those the group was created with. Local: no communication. */
 MOEFLOW_API moeflow_status moeflow_layer_create(moeflow_group *group, moeflow_context *context,
                                                 const moeflow_layer_config *config, moeflow_layer **layer);
+
+/* Its steps must have ended, and graphs captured with it be gone: its places are freed. NULL is allowed. */
 MOEFLOW_API moeflow_status moeflow_layer_destroy(moeflow_layer *layer);
 
 /* How many experts this rank owns (slots 0 .. n - 1), by the layer's places. */
@@ -246,6 +251,7 @@ typedef struct moeflow_weights {
 #define MOEFLOW_WEIGHTS_INIT \
   { sizeof(moeflow_weights), NULL, 0, 0, NULL, 0, 0, NULL, NULL, NULL, NULL, MOEFLOW_GATE_UP, NULL, NULL, NULL, NULL }
 
+/* May be called again between steps; a captured graph keeps the weights that it was captured with. */
 MOEFLOW_API moeflow_status moeflow_layer_bind(moeflow_layer *layer, const moeflow_weights *weights);
 
 /* Collective. Ranks compare the layers' models and cubins (MOEFLOW_ERROR_MISMATCH on all ranks), then everything that
@@ -279,10 +285,10 @@ typedef struct moeflow_forward_args {
 
 /* Enqueues one step on the stream (CPU backend: runs it). Every rank of the group calls it the same number of times, in the
  * same order of layers per lane. No allocation, lookup, environment read or synchronisation; may be captured.
- * Refused on this rank alone and without a step: a destroyed, unbound or unprepared layer, a bad lane, and tokens_max
- * outside 0 .. C (MOEFLOW_ERROR_CAPACITY; the same on all ranks, since tokens_max is). Any other bad argument returns
- * an error here, and the step is joined with 0 rows and an error mark, so that peers finish and their moeflow_poll names
- * this rank. In a poisoned group the output is NaN. */
+ * Refused on this rank alone and without a step: a destroyed, unbound or unprepared layer, args that are NULL or have a bad
+ * size, a bad lane, and tokens_max outside 0 .. C (MOEFLOW_ERROR_CAPACITY; the same on all ranks, since tokens_max is). Any
+ * other bad argument returns an error here, and the step is joined with 0 rows and an error mark, so that peers finish and
+ * their moeflow_poll names this rank. In a poisoned group the output is NaN. */
 MOEFLOW_API moeflow_status moeflow_forward(moeflow_layer *layer, const moeflow_forward_args *args);
 
 #ifdef __cplusplus

@@ -61,7 +61,7 @@ typedef enum moeflow_transport {
   MOEFLOW_TRANSPORT_NCCL = 1,      /* one all-to-all out, one back */
   MOEFLOW_TRANSPORT_WINDOW = 2,    /* one-sided stores over NVLink: reserved, not in this version */
   MOEFLOW_TRANSPORT_ALLGATHER = 3, /* all-gather out, reduce-scatter back: reserved, not in this version */
-  MOEFLOW_TRANSPORT_LOCAL = 4      /* all ranks are threads of this process, on one GPU or on the CPU. Ranks wait for each other
+  MOEFLOW_TRANSPORT_LOCAL = 4      /* all ranks are threads of this process, on one GPU or on the CPU. They wait for each other
                                       on the device: on a GPU each rank and lane needs a non-blocking stream of its own */
 } moeflow_transport;
 

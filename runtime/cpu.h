@@ -62,17 +62,22 @@ static inline uint32_t cpu_poisoned(const struct moeflow_lane *lane) {
   return __atomic_load_n(&lane->poison, __ATOMIC_ACQUIRE);
 }
 
+/* Into a record, which other threads may be reading. */
+static inline void cpu_store(uint32_t *to, uint32_t value) {
+  __atomic_store_n(to, value, __ATOMIC_RELEASE);
+}
+
 /* The first cause stays; the record's `poison` is written after the fields that explain it. */
 static inline void cpu_poison(struct moeflow_lane *lane, struct moeflow_record *record, enum moeflow_poison why,
                               uint32_t peer, enum moeflow_phase phase, uint32_t mine, uint32_t theirs) {
   uint32_t none = MOEFLOW_POISON_NONE;
   if (!__atomic_compare_exchange_n(&lane->poison, &none, (uint32_t)why, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
-  record->peer = peer;
-  record->phase = (uint32_t)phase;
-  record->step = lane->epoch;
-  record->mine = mine;
-  record->theirs = theirs;
-  __atomic_store_n(&record->poison, (uint32_t)why, __ATOMIC_RELEASE);
+  cpu_store(&record->peer, peer);
+  cpu_store(&record->phase, (uint32_t)phase);
+  cpu_store(&record->step, lane->epoch);
+  cpu_store(&record->mine, mine);
+  cpu_store(&record->theirs, theirs);
+  cpu_store(&record->poison, (uint32_t)why);
 }
 
 static inline int64_t cpu_row_bytes(const struct spec *spec) {

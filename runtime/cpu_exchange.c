@@ -53,7 +53,7 @@ static int wait_for(const struct moeflow_exchange_params *p, int word, int sourc
       cpu_poison(p->lane, p->record, MOEFLOW_POISON_PEER, (uint32_t)peer, phase, 0, flag(p, 2, peer));
     else if (up)
       return 0;
-    else if (p->abort && *p->abort)
+    else if (p->abort && __atomic_load_n(p->abort, __ATOMIC_ACQUIRE))
       cpu_poison(p->lane, p->record, MOEFLOW_POISON_ABORT, (uint32_t)p->rank, phase, 0, 0);
     else if (now_ns() - begin > p->timeout_ns)
       cpu_poison(p->lane, p->record, MOEFLOW_POISON_TIMEOUT, (uint32_t)source, phase, epoch, seen);

@@ -56,7 +56,7 @@ moeflow_status cpu_pack(const struct cpu_call *call, const void *params) {
   const int tokens = poisoned ? 0 : p->tokens;
   struct row row = {.header = {p->lane->epoch, (uint32_t)tokens, (uint32_t)p->tokens_max, p->flags}};
   if (poisoned) row.header.flags |= MOEFLOW_ROW_POISONED;
-  p->record->started = row.header.epoch;
+  cpu_store(&p->record->started, row.header.epoch);
   if (poisoned && p->out.block_bytes == 0) return MOEFLOW_OK; /* one-sided: peers may still read the last step's row 0 */
   if (tokens == 0) write_row(call->spec, p, &row, 0, 0);
   for (int t = 0; t < tokens; t++) {
@@ -102,8 +102,8 @@ static void check_headers(const struct moeflow_expert_index_params *p) {
     } else if (header.flags & MOEFLOW_ROW_POISONED) {
       cpu_poison(p->lane, p->record, MOEFLOW_POISON_PEER, (uint32_t)s, phase, 0, 0);
     } else if (header.flags & MOEFLOW_ROW_FAILED) {
-      p->record->failed_step = epoch;
-      __atomic_store_n(&p->record->failed_peer, (uint32_t)s + 1, __ATOMIC_RELEASE);
+      cpu_store(&p->record->failed_step, epoch);
+      cpu_store(&p->record->failed_peer, (uint32_t)s + 1);
     }
   }
 }
@@ -113,7 +113,7 @@ moeflow_status cpu_expert_index(const struct cpu_call *call, const void *params)
   const int64_t rows = (int64_t)p->in.ranks * p->in.rows;
   const int64_t chunks = (rows + MOEFLOW_CHUNK_ROWS - 1) / MOEFLOW_CHUNK_ROWS;
   if (cpu_poisoned(p->lane)) return MOEFLOW_OK;
-  p->record->received = p->lane->epoch;
+  cpu_store(&p->record->received, p->lane->epoch);
   check_headers(p);
   memset(p->chunk_counts, 0, (size_t)(chunks * p->local_experts) * sizeof *p->chunk_counts);
   for (int64_t r = 0; r < rows; r++) {

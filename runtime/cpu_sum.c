@@ -132,8 +132,8 @@ static moeflow_status combine(const struct cpu_call *call, const struct moeflow_
   }
   const moeflow_status status = cpu_lend_failure(p->lane, p->record);
   p->lane->steps += p->eager != 0;
-  __atomic_store_n(&p->record->steps, p->lane->steps, __ATOMIC_RELEASE);
-  __atomic_store_n(&p->record->finished, p->lane->epoch, __ATOMIC_RELEASE);
+  cpu_store(&p->record->steps, p->lane->steps);
+  cpu_store(&p->record->finished, p->lane->epoch);
   p->lane->epoch++;
   return status;
 }

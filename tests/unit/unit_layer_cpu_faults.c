@@ -200,6 +200,27 @@ static void run_abort(struct world *world, int rank, void *argument) {
   }
 }
 
+static void *watch(void *argument) {
+  struct world *world = argument;
+  for (int i = 0; i < 20000; i++) {
+    const moeflow_status status = moeflow_poll(world->rank[i % 2].group, 0);
+    EXPECT(status == MOEFLOW_OK || status == MOEFLOW_ERROR_TIMEOUT, "look %d: %s", i, moeflow_last_error());
+  }
+  return NULL;
+}
+
+static void test_watched(void) { /* another thread looks all the while; under ThreadSanitizer nothing is to be said */
+  struct world world = {.spec = world_spec(16, 8, 6, 2), .ranks = 2, .capacity = 4};
+  struct step step = {.tokens = {2, 2}};
+  pthread_t watcher;
+  open_filled(&world, &step, 7);
+  pthread_create(&watcher, NULL, watch, &world);
+  for (int i = 0; i < 30; i++) world_step(&world, &step);
+  pthread_join(watcher, NULL);
+  step_expect_ok(&world, &step, "the last step");
+  close_filled(&world, &step);
+}
+
 static void test_abort(void) { /* another thread ends a wait that would take a minute */
   struct world world = {.spec = world_spec(16, 8, 6, 2), .ranks = 2, .capacity = 4};
   struct step step = {.tokens = {2, 2}};
@@ -381,6 +402,7 @@ int main(void) {
   test_tokens_max_mismatch();
   test_silent();
   test_abort();
+  test_watched();
   test_lend_nothing();
   test_states();
   test_bad_places();

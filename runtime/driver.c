@@ -4,11 +4,12 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 struct driver driver;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int loaded;
+static pid_t loaded; /* by this process; 0: not yet */
 
 #define STRING(name) #name
 #define SYMBOL(name) STRING(name) /* after cuda.h's macros: cuMemAlloc -> "cuMemAlloc_v2" */
@@ -73,8 +74,16 @@ cleanup:
 moeflow_status driver_load(void) {
   moeflow_status status = MOEFLOW_OK;
   pthread_mutex_lock(&mutex);
-  if (!loaded) status = load();
-  if (status == MOEFLOW_OK) loaded = 1;
+  if (!loaded) {
+    status = load();
+    if (status == MOEFLOW_OK) loaded = getpid();
+  } else if (loaded != getpid()) {
+    status =
+        status_set(MOEFLOW_ERROR_ENVIRONMENT,
+                   "process %lld was forked from %lld after that had initialised CUDA, which does not survive: fork before "
+                   "the first use of a GPU, or start a new program",
+                   (long long)getpid(), (long long)loaded);
+  }
   pthread_mutex_unlock(&mutex);
   return status;
 }

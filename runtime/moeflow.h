@@ -13,7 +13,7 @@
  * moeflow_poll and moeflow_abort, which any thread may call while another is inside moeflow_forward.
  * Errors: every call returns a status; moeflow_last_error() holds the calling thread's last message: what failed, why with
  * numbers, what to run. No call exits, aborts, raises a signal or prints (messages go to the log callback, if any).
- * Processes: nothing survives fork(); create contexts in the child.
+ * Processes: nothing survives fork(); create contexts in the child, and fork before the parent's first CUDA call.
  */
 #ifndef MOEFLOW_H
 #define MOEFLOW_H

@@ -162,6 +162,27 @@ static void test_unsupported_dtype(void) {
   EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_UNSUPPORTED, "fp8_w8a8");
 }
 
+/* The real driver is of no use in a child once its parent has initialised it, and its own error does not say so. */
+static void test_forked(void) {
+  struct spec spec = fake_spec();
+  struct plan plan;
+  moeflow_context *context, *late;
+  moeflow_open_config config = fake_open_config();
+  fake_load("fake_nccl");
+  fake_plan(&spec, "sm_90a", &plan);
+  EXPECT_OK(moeflow_open(&config, &context));
+  fflush(NULL);
+  const pid_t child = fork();
+  if (child == 0) {
+    const moeflow_status status = moeflow_open(&config, &late);
+    _exit(status == MOEFLOW_ERROR_ENVIRONMENT && strstr(moeflow_last_error(), "fork before") ? 0 : 1);
+  }
+  int result = 1;
+  waitpid(child, &result, 0);
+  EXPECT(result == 0, "a child opens");
+  EXPECT_OK(moeflow_close(context));
+}
+
 int main(void) {
   in_child("no driver", test_no_driver);
   in_child("open", test_open);
@@ -172,5 +193,6 @@ int main(void) {
   in_child("swapped kernel", test_swapped_kernel);
   in_child("cpu takes any plan", test_cpu_takes_any_plan);
   in_child("unsupported dtype", test_unsupported_dtype);
+  in_child("forked", test_forked);
   TEST_END;
 }

@@ -284,8 +284,8 @@ static moeflow_status check_refused(const struct moeflow_layer *layer, const moe
   }
   const int tokens_max = args->tokens_max ? args->tokens_max : group->capacity;
   if (tokens_max > layer->prepared_tokens) {
-    return status_set(MOEFLOW_ERROR_STATE, "tokens_max is %d and the layer was prepared for %d", tokens_max,
-                      layer->prepared_tokens);
+    return status_set(MOEFLOW_ERROR_STATE, "tokens_max is %d and the layer was prepared for %d; prepare it for more",
+                      tokens_max, layer->prepared_tokens);
   }
   return MOEFLOW_OK;
 }

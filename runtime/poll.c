@@ -118,7 +118,10 @@ static moeflow_status look(struct moeflow_group *group, struct group_lane **stuc
     *stuck_record = record;
   }
   if (atomic_load(&group->aborted)) {
-    return status_set(MOEFLOW_ERROR_PEER, "rank %d was aborted; destroy the group and create it anew", group->rank);
+    return status_set(
+        MOEFLOW_ERROR_PEER,
+        "rank %d was aborted, by moeflow_abort or after a call that failed; destroy the group and create it anew",
+        group->rank);
   }
   return group->comm->ops->health(group->comm);
 }

@@ -18,9 +18,12 @@ static moeflow_status check_layers(moeflow_layer *const *layers, int count, int 
     if (!layers[i]->bound) FAIL(MOEFLOW_ERROR_STATE, "layer %d has no weights; call moeflow_layer_bind first", i);
   }
   if (tokens_max < 0 || tokens_max > group->capacity) {
-    FAIL(MOEFLOW_ERROR_CAPACITY, "tokens_max is %d, and the group's capacity %d", tokens_max, group->capacity);
+    FAIL(MOEFLOW_ERROR_CAPACITY, "tokens_max is %d and the group's capacity %d; create the group with more", tokens_max,
+         group->capacity);
   }
-  if (atomic_load(&((struct moeflow_group *)group)->aborted)) FAIL(MOEFLOW_ERROR_PEER, "the group was aborted");
+  if (atomic_load(&((struct moeflow_group *)group)->aborted)) {
+    FAIL(MOEFLOW_ERROR_PEER, "the group was aborted; destroy it and create it anew");
+  }
 cleanup:
   return status;
 }

@@ -118,12 +118,13 @@ static void write_checks(const struct setup *setup, const struct point_result *p
           "dispatch", "forms", "repeat", "replay", "result");
   for (int p = 0; p < setup->options.point_count; p++) {
     const struct point_result *point = &points[p];
-    char tokens[64];
+    char tokens[64], edge[64] = "";
     tokens_text(&setup->options.points[p], tokens);
-    fprintf(file, "%-12s %6d %11.3g %11.3g  %-8s %-8s %-8s %-8s %-8s  %s\n", tokens, point->rows_checked, point->rel_l2_max,
-            point->max_error_ratio, verdict_text(point->router_exact), verdict_text(point->dispatch_exact),
-            verdict_text(point->forms_exact), verdict_text(point->repeat_exact), verdict_text(point->replay_exact),
-            point->passed ? "ok" : "FAILED");
+    if (point->rounding_rows) snprintf(edge, sizeof edge, ", %d row(s) on the edge of a rounding", point->rounding_rows);
+    fprintf(file, "%-12s %6d %11.3g %11.3g  %-8s %-8s %-8s %-8s %-8s  %s%s\n", tokens, point->rows_checked,
+            point->rel_l2_max, point->max_error_ratio, verdict_text(point->router_exact),
+            verdict_text(point->dispatch_exact), verdict_text(point->forms_exact), verdict_text(point->repeat_exact),
+            verdict_text(point->replay_exact), point->passed ? "ok" : "FAILED", edge);
   }
   fprintf(
       file,

@@ -59,7 +59,7 @@ export MOEFLOW_CACHE_DIR MOEFLOW_BIN=$bin  # the tests' own idea of where the to
 strict_run() {
   local json=$1
   shift
-  timeout 580 "$bin/moeflow-run" "$@" --backend cuda --check --output "$json" && ! grep -E '"rounding_rows": *[1-9]' "$json"
+  timeout 580 "$bin/moeflow-run" "$@" --backend cuda --check --format json >"$json" && ! grep -E '"rounding_rows": *[1-9]' "$json"
 }
 
 # checked LABEL MODEL.yaml ARGS...: one moeflow-run --check; needs `need` GPUs
@@ -77,7 +77,7 @@ case $arch in 9.*) arch=sm_90a ;; 10.*) arch=sm_100a ;; 12.*) arch=sm_120 ;; *) 
 step cubins-glm-5.3-flash "$bin/moeflow-gen" build "$glm" --dtype bf16 --arch "$arch"
 step cubins-deepseek-v2-lite "$bin/moeflow-gen" build "$lite" --dtype bf16 --arch "$arch"
 step cubins-deepseek-v2-lite-experts8 "$bin/moeflow-gen" build "$lite" --dtype bf16 --arch "$arch" --experts 8
-step cubins-deepseek-v2-lite-choices "$bin/moeflow-gen" build "$lite" --dtype bf16 --arch "$arch" --reduce choices
+step cubins-glm-5.3-flash-choices "$bin/moeflow-gen" build "$glm" --dtype bf16 --arch "$arch" --reduce choices
 for test in "$bin"/../tests/gpu_* "$bin"/../tests/ranks_*; do
   if [ -f "$test" ] && [ -x "$test" ]; then step "$(basename "$test")" timeout 300 "$test"; fi
 done
@@ -86,10 +86,11 @@ checked glm-5.3-flash-bf16-ep2-nccl "$glm" --ep 2 --transport nccl --tokens 0,1,
 checked glm-5.3-flash-bf16-ep2-nccl-8192 "$glm" --ep 2 --transport nccl --tokens 8192 --capacity 8192 --check-rows 64
 checked deepseek-v2-lite-bf16-ep2-nccl "$lite" --ep 2 --transport nccl --tokens 0,1,8,128,5/0
 need=1
-checked glm-5.3-flash-bf16-ep4-local "$glm" --ep 4 --transport local --tokens 0,1,8
-checked glm-5.3-flash-bf16-ep8-local "$glm" --ep 8 --transport local --tokens 0,1,8
+checked glm-5.3-flash-bf16-ep4-local "$glm" --ep 4 --transport local --tokens 0,1,8,128
+checked glm-5.3-flash-bf16-ep8-local "$glm" --ep 8 --transport local --tokens 0,1,8,128
 checked deepseek-v2-lite-bf16-ep3-local "$lite" --ep 3 --transport local --tokens 1,32
-step run-choices-every-ep timeout 580 tests/every_ep.sh "$bin/moeflow-run" "$lite" --dtype bf16 --backend cuda --reduce choices
+step run-choices-every-ep env ${results:+RESULTS="$results/run-glm-5.3-flash-bf16-choices"} timeout 580 \
+  tests/every_ep.sh "$bin/moeflow-run" "$glm" --dtype bf16 --backend cuda --reduce choices
 
 # under COMMAND NAME ARGS...: the checked layer started by a launcher or a tool that may be missing
 under() {

@@ -59,8 +59,8 @@ static void join(struct catalog *catalog, struct catalog_plan *item) {
     if (!seen[0]) memcpy(seen, hash, sizeof seen);
   }
   if (item->missing && !item->fault[0]) {
-    snprintf(item->fault, sizeof item->fault, "%s lacks %d of %d entries, first %s; run moeflow-gen build again", item->file,
-             item->missing, item->plan.variant_count, seen);
+    snprintf(item->fault, sizeof item->fault, "%s lacks %d of %d entries, first %s", item->file, item->missing,
+             item->plan.variant_count, seen);
   }
 }
 

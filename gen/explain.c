@@ -161,9 +161,10 @@ static void print_field(void *user, const char *key, const char *cached, const c
 }
 
 static void print_build_line(const struct explanation *x, const char *arch) {
-  const struct gen_options *o = x->options;
-  printf("  run: moeflow-gen build %s%s%s --arch %s%s%s\n", o->model, o->overrides.dtype ? " --dtype " : "",
-         o->overrides.dtype ? o->overrides.dtype : "", arch, o->cache ? " --cache " : "", o->cache ? o->cache : "");
+  const struct gen_options *options = x->options;
+  char line[MODEL_BUILD_LINE_MAX];
+  model_build_line(options->model, &options->overrides, arch, options->cache, line);
+  printf("  run: %s%s%s\n", line, options->templates ? " --templates " : "", options->templates ? options->templates : "");
 }
 
 static void print_nearest(const struct explanation *x, int arch) {

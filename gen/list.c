@@ -33,6 +33,7 @@ static void list_json(const struct store *store, const struct catalog *catalog) 
     json_key(&json, "symbol"), json_string(&json, item->header.symbol);
     json_key(&json, "arch"), json_string(&json, item->header.arch);
     json_key(&json, "bytes"), json_int(&json, (int64_t)item->bytes);
+    json_key(&json, "cubin_bytes"), json_int(&json, (int64_t)item->header.cubin_bytes);
     json_key(&json, "plans"), json_int(&json, item->plans);
     json_key(&json, "fault"), item->fault[0] ? json_string(&json, item->fault) : json_null(&json);
     json_object_end(&json);
@@ -50,18 +51,19 @@ static void list_table(const struct store *store, const struct catalog *catalog)
       printf("  %-16s %.16s\n", kernel_names[item->plan.variants[v].kernel], item->plan.variants[v].entry);
     }
   }
-  if (catalog->entry_names.count) printf("%-16s  %-24s %-8s %9s %6s\n", "entry", "symbol", "arch", "bytes", "plans");
+  if (catalog->entry_names.count) printf("%-16s  %-24s %-8s %9s %6s\n", "entry", "symbol", "arch", "cubin B", "plans");
   for (int i = 0; i < catalog->entry_names.count; i++) {
     const struct catalog_entry *item = &catalog->entries[i];
     if (item->fault[0]) {
       printf("%-16.16s  %s\n", item->hash, item->fault);
     } else {
-      printf("%-16.16s  %-24s %-8s %9zu %6d\n", item->hash, item->header.symbol, item->header.arch, item->bytes,
-             item->plans);
+      printf("%-16.16s  %-24s %-8s %9llu %6d\n", item->hash, item->header.symbol, item->header.arch,
+             (unsigned long long)item->header.cubin_bytes, item->plans);
     }
   }
-  printf("%s: %d plans, %d entries, %.1f MB%s\n", store->path, catalog->plan_names.count, catalog->entry_names.count,
-         (double)catalog->bytes / 1e6, store->fd < 0 ? " (no such directory yet)" : "");
+  printf("%s: %d plan%s, %d entries, %.1f MB%s\n", store->path, catalog->plan_names.count,
+         catalog->plan_names.count == 1 ? "" : "s", catalog->entry_names.count, (double)catalog->bytes / 1e6,
+         store->fd < 0 ? " (no such directory yet)" : "");
 }
 
 int command_list(const struct gen_options *options) {
@@ -81,7 +83,21 @@ cleanup:
   return command_status(options, status);
 }
 
-static void verify_json(const struct store *store, const struct catalog *catalog) {
+/* What mends a plan that lacks entries. A plan does not know its YAML's path, but all that a line must say of its spec. */
+static int rebuild_line(const struct catalog_plan *item, const char *cache, char line[MODEL_BUILD_LINE_MAX]) {
+  const struct spec *spec = &item->plan.spec;
+  const struct model_overrides overrides = {.dtype = spec_dtype_name(spec->dtype),
+                                            .experts = spec->experts,
+                                            .reduce = spec->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner"};
+  char path[96];
+  if (!item->missing) return 0;
+  snprintf(path, sizeof path, "models/%s.yaml", spec->name);
+  model_build_line(path, &overrides, item->plan.arch, cache, line);
+  return 1;
+}
+
+static void verify_json(const struct store *store, const struct catalog *catalog, const char *cache) {
+  char line[MODEL_BUILD_LINE_MAX];
   struct json json;
   json_begin(&json, stdout);
   json_object(&json);
@@ -96,20 +112,27 @@ static void verify_json(const struct store *store, const struct catalog *catalog
     if (catalog->plans[i].fault[0]) json_string(&json, catalog->plans[i].fault);
   }
   json_array_end(&json);
+  json_key(&json, "rebuild"), json_array(&json);
+  for (int i = 0; i < catalog->plan_names.count; i++) {
+    if (rebuild_line(&catalog->plans[i], cache, line)) json_string(&json, line);
+  }
+  json_array_end(&json);
   json_key(&json, "passed"), json_bool(&json, catalog->faults == 0);
   json_object_end(&json);
   json_end(&json);
 }
 
-static void verify_table(const struct store *store, const struct catalog *catalog) {
+static void verify_table(const struct store *store, const struct catalog *catalog, const char *cache) {
+  char line[MODEL_BUILD_LINE_MAX];
   for (int i = 0; i < catalog->entry_names.count; i++) {
     if (catalog->entries[i].fault[0]) printf("damaged: %s\n", catalog->entries[i].fault);
   }
   for (int i = 0; i < catalog->plan_names.count; i++) {
     if (catalog->plans[i].fault[0]) printf("damaged: %s\n", catalog->plans[i].fault);
+    if (rebuild_line(&catalog->plans[i], cache, line)) printf("to rebuild: %s\n", line);
   }
-  printf("%s: %d plans and %d entries read, %d damaged\n", store->path, catalog->plan_names.count,
-         catalog->entry_names.count, catalog->faults);
+  printf("%s: %d plan%s and %d entries read, %d damaged\n", store->path, catalog->plan_names.count,
+         catalog->plan_names.count == 1 ? "" : "s", catalog->entry_names.count, catalog->faults);
 }
 
 int command_verify(const struct gen_options *options) {
@@ -120,9 +143,9 @@ int command_verify(const struct gen_options *options) {
   if (store.fd < 0) FAIL(MOEFLOW_ERROR_CACHE, "%s does not exist; run moeflow-gen build to fill it", store.path);
   CHECK(catalog_read(&store, &catalog));
   if (options->format == FORMAT_JSON) {
-    verify_json(&store, &catalog);
+    verify_json(&store, &catalog, options->cache);
   } else {
-    verify_table(&store, &catalog);
+    verify_table(&store, &catalog, options->cache);
   }
   if (catalog.faults) {
     FAIL(MOEFLOW_ERROR_CACHE, "%d of %d files are damaged; run moeflow-gen build again for the models concerned",

@@ -106,6 +106,24 @@ moeflow_status model_load(const char *path, const struct model_overrides *overri
   return status == MOEFLOW_OK ? model_override(model, overrides) : status;
 }
 
+void model_build_line(const char *path, const struct model_overrides *overrides, const char *arch, const char *cache,
+                      char text[MODEL_BUILD_LINE_MAX]) {
+  char experts[24];
+  snprintf(experts, sizeof experts, "%lld", (long long)overrides->experts);
+  const struct {
+    const char *option, *value;
+  } rows[] = {{"--dtype", overrides->dtype},
+              {"--experts", overrides->experts ? experts : NULL},
+              {"--reduce", overrides->reduce},
+              {"--arch", arch},
+              {"--cache", cache}};
+  size_t used = (size_t)snprintf(text, MODEL_BUILD_LINE_MAX, "moeflow-gen build %s", path);
+  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+    if (!rows[i].value || used >= MODEL_BUILD_LINE_MAX) continue;
+    used += (size_t)snprintf(text + used, MODEL_BUILD_LINE_MAX - used, " %s %s", rows[i].option, rows[i].value);
+  }
+}
+
 moeflow_status model_buildable(const struct model *model) {
   const struct spec *spec = &model->spec;
   if (spec->dtype != SPEC_BF16) {

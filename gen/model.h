@@ -49,6 +49,11 @@ moeflow_status model_override(struct model *model, const struct model_overrides 
 /* Read, overridden and checked: what every command starts with. */
 moeflow_status model_load(const char *path, const struct model_overrides *overrides, struct model *model);
 
+/* The `moeflow-gen build` command for what the overrides make of the file at `path`, one arch; `cache` NULL: the default. */
+#define MODEL_BUILD_LINE_MAX 9216
+void model_build_line(const char *path, const struct model_overrides *overrides, const char *arch, const char *cache,
+                      char text[MODEL_BUILD_LINE_MAX]);
+
 /* MOEFLOW_ERROR_UNSUPPORTED for a model that can be read and explained but not built by this version (FP8), with what to
  * add. */
 moeflow_status model_buildable(const struct model *model);

@@ -54,13 +54,17 @@ static const char *reduce_name(const struct options *options) {
   return options->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner";
 }
 
+static struct model_overrides overrides_of(const struct options *options) {
+  return (struct model_overrides){.dtype = options->dtype,
+                                  .ep = options->ep > 0 ? options->ep : 0,
+                                  .capacity = options->capacity > 0 ? options->capacity : 0,
+                                  .experts = options->experts > 0 ? options->experts : 0,
+                                  .reduce = reduce_name(options)};
+}
+
 static moeflow_status load_model(struct setup *setup) {
   const struct options *options = &setup->options;
-  const struct model_overrides overrides = {.dtype = options->dtype,
-                                            .ep = options->ep > 0 ? options->ep : 0,
-                                            .capacity = options->capacity > 0 ? options->capacity : 0,
-                                            .experts = options->experts > 0 ? options->experts : 0,
-                                            .reduce = reduce_name(options)};
+  const struct model_overrides overrides = overrides_of(options);
   struct model *model = &setup->model;
   moeflow_status status = MOEFLOW_OK;
   CHECK(model_load(options->model, &overrides, model));
@@ -160,17 +164,13 @@ static moeflow_status choose_transport(struct setup *setup) {
 /* ---- Plan and resources ---- */
 
 static moeflow_status no_plan(const struct setup *setup, const char *arch, const char *cache) {
-  const struct options *options = &setup->options;
-  char more[128] = "";
-  int length = 0;
-  if (options->experts > 0) length = snprintf(more, sizeof more, " --experts %lld", (long long)options->experts);
-  if (reduce_name(options)) snprintf(more + length, sizeof more - (size_t)length, " --reduce %s", reduce_name(options));
-  return status_set(MOEFLOW_ERROR_CACHE,
-                    "no cubins of %s (%s) for %s in %s; to build them: moeflow-gen build %s --dtype %s "
-                    "--arch %s%s%s%s",
-                    setup->model.spec.name, spec_dtype_name(setup->model.spec.dtype), arch, cache, options->model,
-                    spec_dtype_name(setup->model.spec.dtype), arch, more, options->cache ? " --cache " : "",
-                    options->cache ? options->cache : "");
+  const char *dtype = spec_dtype_name(setup->model.spec.dtype);
+  struct model_overrides overrides = overrides_of(&setup->options);
+  char line[MODEL_BUILD_LINE_MAX];
+  overrides.dtype = dtype;
+  model_build_line(setup->options.model, &overrides, arch, setup->options.cache, line);
+  return status_set(MOEFLOW_ERROR_CACHE, "no cubins of %s (%s) for %s in %s; to build them: %s", setup->model.spec.name,
+                    dtype, arch, cache, line);
 }
 
 /* By the spec's hash, so that a scaled-down or overridden model finds its own cubins. */
@@ -241,6 +241,16 @@ static void choose_threads(struct setup *setup) {
                                                             : 2;
 }
 
+/* Only whether it may be written: told before a run of minutes rather than after it. A run that fails leaves no file. */
+static moeflow_status check_output(const char *path) {
+  const char *slash = path ? strrchr(path, '/') : NULL;
+  char folder[CACHE_PATH_MAX] = ".";
+  if (!path) return MOEFLOW_OK;
+  if (slash) snprintf(folder, sizeof folder, "%.*s", (int)(slash - path + 1), path);
+  if (access(access(path, F_OK) == 0 ? path : folder, W_OK) == 0) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_CACHE, "--output: cannot write %s: %s", path, strerror(errno));
+}
+
 static moeflow_status read_environment(struct setup *setup) {
   static const char *const levels[] = {"error", "warning", "info", "debug"};
   const char *log = getenv("MOEFLOW_LOG"), *timeout = getenv("MOEFLOW_TIMEOUT_S");
@@ -262,6 +272,7 @@ moeflow_status setup_create(struct setup *setup) {
   CHECK(launcher_detect(&setup->launcher));
   CHECK(load_model(setup));
   CHECK(choose_ranks(setup));
+  if (setup->launcher.rank == 0) CHECK(check_output(setup->options.output));
   CHECK(choose_backend(setup));
   CHECK(choose_transport(setup));
   choose_threads(setup);

@@ -107,7 +107,8 @@ void options_help(FILE *file) {
           "torchrun, mpirun or srun), all ranks as threads on the CPU or with --transport local.\n\n");
   for (const struct option_row *row = table; row->name; row++) {
     char left[64];
-    snprintf(left, sizeof left, "--%s%s%s", row->name, row->argument ? " " : "", row->argument ? row->argument : "");
+    snprintf(left, sizeof left, "%s--%s%s%s", strcmp(row->name, "help") ? "" : "-h, ", row->name, row->argument ? " " : "",
+             row->argument ? row->argument : "");
     if (strlen(left) > 30) {
       fprintf(file, "  %s\n  %-30s  %s\n", left, "", row->help);
     } else {
@@ -249,7 +250,7 @@ static moeflow_status read_value(const struct option_row *row, const char *text,
 
 /* One argument and, for `--name value`, the next one; *index ends on the last one used. */
 static moeflow_status read_argument(int argc, char **argv, int *index, struct options *options) {
-  const char *argument = argv[*index];
+  const char *argument = strcmp(argv[*index], "-h") == 0 ? "--help" : argv[*index];
   if (strncmp(argument, "--", 2) != 0) {
     if (argument[0] == '-')
       return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %.64s; see moeflow-run --help", argument);

@@ -90,6 +90,7 @@ static void test_help(void) {
   char text[16384];
   FILE *file = fmemopen(text, sizeof text, "w");
   EXPECT(parse(&options, "--help --no-such") == MOEFLOW_OK && options.help);
+  EXPECT(parse(&options, "-h") == MOEFLOW_OK && options.help);
   EXPECT(parse(&options, "--version") == MOEFLOW_OK && options.version);
   EXPECT(parse(&options, "--hand-example") == MOEFLOW_OK && options.hand_example);
   options_help(file);

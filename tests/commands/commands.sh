@@ -1,5 +1,6 @@
 #!/bin/bash
-# The tools as a shell sees them: JSON that parses, exit codes, no home, a file size limit. commands.sh GEN RUN MODEL.yaml
+# The tools as a shell sees them: JSON that parses, exit codes, no home, a file size limit, a damaged cache and its mending.
+# commands.sh GEN RUN MODEL.yaml
 set -u
 gen=$1 run=$2 model=$3
 folder=$(mktemp -d) || exit 1
@@ -27,6 +28,16 @@ expect_json() { # expect_json WHAT COMMAND...
   failures=$((failures + 1))
 }
 
+says() { # says WHAT PATTERN...: what the last command printed holds each
+  local what=$1 pattern
+  shift
+  for pattern; do
+    grep -qE -- "$pattern" "$folder/out" "$folder/err" && continue
+    echo "$what: nothing like '$pattern' in: $(cat "$folder/out" "$folder/err")"
+    failures=$((failures + 1))
+  done
+}
+
 limited() { # a file may have no more than one block
   (
     ulimit -f 1
@@ -37,6 +48,10 @@ limited() { # a file may have no more than one block
 small=(--dtype bf16 --experts 8)
 cache=(--cache "$folder/cache")
 expect_json "explain" "$gen" explain "$model" "${small[@]}" "${cache[@]}" --format json
+expect 0 "explain" "$gen" explain "$model" "${small[@]}" "${cache[@]}" --ep 2
+says "explain" '^deepseek-v2-lite, bf16 weights$' 'experts +8, of which a token chooses 6' 'NOT computed by the layer' \
+  'header 16 B .* padding 64 B .* hidden 4096 B' '2 \(send, receive\) x 2 ranks x 128 rows x 4224 B' '^  4 experts a rank' '^gate_up ' \
+  'the cache holds no plan' "run: moeflow-gen build $model --dtype bf16 --experts 8 --arch sm_90a --cache $folder/cache"
 expect_json "build --dry-run" "$gen" build "$model" "${small[@]}" "${cache[@]}" --dry-run --format json
 expect_json "emit" "$gen" emit "$model" "${small[@]}" -o "$folder/emitted" --format json
 expect_json "emit --digest" "$gen" emit "$model" "${small[@]}" --digest --format json
@@ -49,10 +64,38 @@ expect_json "explain without a home" env -u HOME -u XDG_CACHE_HOME -u MOEFLOW_CA
 expect 6 "build without a home" env -u HOME -u XDG_CACHE_HOME -u MOEFLOW_CACHE_DIR "$gen" build "$model" "${small[@]}"
 expect 6 "emit, file size limit" limited "$gen" emit "$model" "${small[@]}" -o "$folder/limited"
 expect 6 "run --output, file size limit" limited "$run" "$model" "${small[@]}" --backend cpu --output "$folder/result.json"
+expect 6 "run --output into no folder" "$run" "$model" "${small[@]}" --backend cpu --output "$folder/none/result.json"
+says "run --output into no folder" '--output: cannot write .*No such file'
+expect 2 "more ranks than experts" "$run" "$model" "${small[@]}" --backend cpu --ep 9
+says "more ranks than experts" '--ep.* 9, .* 8 experts'
+expect 0 "run -h" "$run" -h
 expect 2 "a command with control bytes" "$gen" $'bu\x1b[31m\nild'
 expect 2 "a topic with control bytes" "$gen" help $'a\nb'
 expect 2 "a list of 60 000 numbers" "$run" "$model" --tokens "$(printf '1/%.0s' {1..30000})x"
 [ "$(wc -c <"$folder/err")" -lt 1000 ] || { echo "the message has $(wc -c <"$folder/err") bytes"; failures=$((failures + 1)); }
+
+# doctor: exit 0 or 5 by what a build needs, alone
+expect 5 "doctor without NVRTC" env MOEFLOW_NVRTC=/nonexistent "$gen" doctor "${cache[@]}"
+says "doctor without NVRTC" '^MISSING +nvrtc ' '^(ok|absent) +driver ' '^ok +environment +MOEFLOW_NVRTC=/nonexistent' 'is missing$'
+"$gen" doctor "${cache[@]}" --format json >"$folder/out" 2>"$folder/err"
+doctor=$?
+grep -q "\"can_build\": *$([ $doctor -eq 0 ] && echo true || echo false)" "$folder/out" ||
+  { echo "doctor: exit $doctor and $(cat "$folder/out")"; failures=$((failures + 1)); }
+
+# A damaged entry: verify names the command that mends it, for a scaled-down model too.
+if [ $doctor -eq 0 ]; then
+  expect 0 "build" "$gen" build "$model" "${small[@]}" "${cache[@]}"
+  expect 0 "verify" "$gen" verify "${cache[@]}"
+  says "verify" ': 1 plan and [0-9]+ entries read, 0 damaged$'
+  printf x | dd of="$(find "$folder/cache/entries" -type f | head -1)" bs=1 seek=4000 conv=notrunc status=none
+  expect 6 "verify, damaged" "$gen" verify "${cache[@]}"
+  says "verify, damaged" '^damaged: .*entries/' 'lacks 1 of [0-9]+ entries'
+  line=$(sed -n 's/^to rebuild: moeflow-gen //p' "$folder/out")
+  # shellcheck disable=SC2086
+  cd "$(dirname "$model")/.." && expect 0 "the line to rebuild" "$gen" $line
+  says "the line to rebuild" ' 1 compiled, '
+  expect 0 "verify, mended" "$gen" verify "${cache[@]}"
+fi
 
 echo "$failures failures"
 [ $failures -eq 0 ]

@@ -183,7 +183,7 @@ static void look_up(struct build *build) {
 
 static moeflow_status compile_missing(struct build *build) {
   struct pool_job job = {.tasks = build->missing_count,
-                         .workers = build->options->jobs,
+                         .workers = (int)build->options->jobs,
                          .timeout_s = COMPILE_SECONDS_MAX + LOCK_SECONDS_MAX,
                          .user = build,
                          .work = work,
@@ -217,7 +217,7 @@ static moeflow_status run(struct build *build) {
   const struct gen_options *options = build->options;
   CHECK(model_load(options->model, &options->overrides, &build->model));
   CHECK(model_buildable(&build->model));
-  CHECK(units_make(&build->model, options->templates, options->lineinfo, &build->units));
+  CHECK(units_make(&build->model, options->templates, options->lineinfo != 0, &build->units));
   CHECK(bill_make(&build->model, &build->units.drafts[0].plan, &build->bill));
   CHECK(toolchain_find(&build->toolchain));
   CHECK(units_keys(&build->units, &build->toolchain));
@@ -287,7 +287,7 @@ static void print_json(const struct build *build) {
   json_key(&json, "missing"), json_int(&json, count_rows(build, ROW_MISSING));
   json_key(&json, "seconds"), json_double(&json, build->seconds);
   json_key(&json, "cache"), json_string(&json, build->store.path);
-  json_key(&json, "dry_run"), json_bool(&json, build->options->dry_run);
+  json_key(&json, "dry_run"), json_bool(&json, build->options->dry_run != 0);
   json_key(&json, "toolchain"), json_string(&json, build->toolchain.identity);
   json_key(&json, "ep"), json_int(&json, build->model.deploy.ep);
   json_key(&json, "capacity"), json_int(&json, build->model.deploy.capacity);

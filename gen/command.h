@@ -1,4 +1,4 @@
-/* What main.c parsed, and the commands that get it. */
+/* The command line of moeflow-gen: what it says, and the commands that get it. */
 #ifndef MOEFLOW_COMMAND_H
 #define MOEFLOW_COMMAND_H
 
@@ -15,15 +15,29 @@ struct gen_options {
   const char *cache;                /* --cache DIR, NULL: the default directory */
   const char *templates;            /* --templates DIR, NULL: the embedded ones */
   const char *output;               /* -o, --output */
-  int jobs;                         /* --jobs, 0: the number of CPUs */
-  int dry_run;                      /* --dry-run */
-  int digest;                       /* emit --digest */
-  int lineinfo;                     /* build --lineinfo */
-  enum gen_format format;           /* --format */
+  int64_t jobs;                     /* --jobs, 0: the number of CPUs */
+  int64_t dry_run;                  /* --dry-run */
+  int64_t digest;                   /* emit --digest */
+  int64_t lineinfo;                 /* build --lineinfo */
+  int64_t format;                   /* --format, enum gen_format */
+  int64_t help, version;
 };
 
+struct gen_command {
+  const char *name;
+  const char *operand; /* "MODEL.yaml", required; "[TOPIC]", optional; NULL */
+  const char *summary;
+  unsigned scope; /* its bit in the options' rows */
+  int (*run)(const struct gen_options *options);
+};
+
+/* Parses argv into *options and finds the command. Returns 1 when *command is to be run; else *exit_code is what the process
+ * ends with, and help, the version or a message on stderr has been printed. */
+int gen_options_parse(int argc, char **argv, struct gen_options *options, const struct gen_command **command,
+                      int *exit_code);
+
 /* Each returns the process's exit code; results on stdout, progress and messages on stderr. The strings of `options` outlive
- * the call. Each is one row of the table in options.c. */
+ * the call. Each is one row of the table in command.c. */
 int command_build(const struct gen_options *options);
 int command_emit(const struct gen_options *options);
 int command_list(const struct gen_options *options);

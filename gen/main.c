@@ -1,8 +1,8 @@
 #include <signal.h>
 #include <stdio.h>
 
+#include "command.h"
 #include "environment.h"
-#include "options.h"
 
 #define EXIT_IO 6
 

@@ -6,118 +6,24 @@
 #include <string.h>
 
 #include "number.h"
+#include "option_table.h"
 #include "spec.h"
 #include "status.h"
 
-enum option_kind {
-  OPTION_FLAG,
-  OPTION_INTEGER,
-  OPTION_UNSIGNED,
-  OPTION_BYTES,
-  OPTION_STRING,
-  OPTION_CHOICE,
-  OPTION_TOKENS,
-  OPTION_ROUTING
-};
-
-struct choice {
-  const char *name;
-  int64_t value;
-};
-
-struct option_row {
-  const char *name;
-  enum option_kind kind;
-  size_t offset;
-  const char *argument; /* as --help shows it */
-  int64_t minimum, maximum;
-  const struct choice *choices;
-  const char *help;
-};
-
-static const struct choice backends[] = {{"cpu", MOEFLOW_BACKEND_CPU}, {"cuda", MOEFLOW_BACKEND_CUDA}, {NULL, 0}};
-static const struct choice transports[] = {{"auto", MOEFLOW_TRANSPORT_AUTO},     {"nccl", MOEFLOW_TRANSPORT_NCCL},
-                                           {"window", MOEFLOW_TRANSPORT_WINDOW}, {"allgather", MOEFLOW_TRANSPORT_ALLGATHER},
-                                           {"local", MOEFLOW_TRANSPORT_LOCAL},   {NULL, 0}};
-static const struct choice reduces[] = {{"owner", SPEC_REDUCE_OWNER}, {"choices", SPEC_REDUCE_CHOICES}, {NULL, 0}};
-static const struct choice combines[] = {{"plan", MOEFLOW_COMBINE_PLAN}, {"ring", MOEFLOW_COMBINE_RING}, {NULL, 0}};
-static const struct choice formats[] = {{"text", OPTIONS_TEXT}, {"json", OPTIONS_JSON}, {NULL, 0}};
+static const struct option_choice backends[] = {{"cpu", MOEFLOW_BACKEND_CPU}, {"cuda", MOEFLOW_BACKEND_CUDA}, {NULL, 0}};
+static const struct option_choice transports[] = {
+    {"auto", MOEFLOW_TRANSPORT_AUTO},           {"nccl", MOEFLOW_TRANSPORT_NCCL},   {"window", MOEFLOW_TRANSPORT_WINDOW},
+    {"allgather", MOEFLOW_TRANSPORT_ALLGATHER}, {"local", MOEFLOW_TRANSPORT_LOCAL}, {NULL, 0}};
+static const struct option_choice reduces[] = {{"owner", SPEC_REDUCE_OWNER}, {"choices", SPEC_REDUCE_CHOICES}, {NULL, 0}};
+static const struct option_choice combines[] = {{"plan", MOEFLOW_COMBINE_PLAN}, {"ring", MOEFLOW_COMBINE_RING}, {NULL, 0}};
+static const struct option_choice formats[] = {{"text", OPTIONS_TEXT}, {"json", OPTIONS_JSON}, {NULL, 0}};
 
 #define AT(field) offsetof(struct options, field)
 #define TOKENS_LIMIT (1 << 20)
-static const struct option_row table[] = {
-    {"ep", OPTION_INTEGER, AT(ep), "N", 1, SPEC_EXPERTS_MAX, NULL,
-     "ranks; default: the launcher's, else the model's deploy.ep"},
-    {"tokens", OPTION_TOKENS, AT(points), "LIST", 0, TOKENS_LIMIT, NULL,
-     "tokens per rank, a comma list of points; 5/0 gives one count per rank; default 1"},
-    {"check", OPTION_FLAG, AT(check), NULL, 0, 0, NULL,
-     "compare every rank with the reference, repeats and graph replays bitwise"},
-    {"backend", OPTION_CHOICE, AT(backend), "cpu|cuda", 0, 0, backends, "default: cuda where there is a GPU"},
-    {"transport", OPTION_CHOICE, AT(transport), "auto|nccl|window|allgather|local", 0, 0, transports,
-     "how rows travel; local: all ranks in one process, on one GPU or the CPU"},
-    {"capacity", OPTION_INTEGER, AT(capacity), "C", 1, TOKENS_LIMIT, NULL,
-     "most tokens a rank may bring; default: deploy.capacity"},
-    {"dtype", OPTION_STRING, AT(dtype), "D", 0, 0, NULL, "weight dtype in place of the model's, such as bf16"},
-    {"seed", OPTION_UNSIGNED, AT(seed), "S", 0, 0, NULL, "of weights, hidden states and logits; default 1"},
-    {"routing", OPTION_ROUTING, AT(routing), "uniform|lognormal:SIGMA|zipf:S", 0, 0, NULL,
-     "popularity of the experts; default uniform"},
-    {"ids", OPTION_FLAG, AT(ids), NULL, 0, 0, NULL, "route on the host and pass ids and weights instead of logits"},
-    {"check-rows", OPTION_INTEGER, AT(check_rows), "N", 1, TOKENS_LIMIT, NULL,
-     "rows per rank that the reference computes from 512 tokens over all ranks up; default 64"},
-    {"experts", OPTION_INTEGER, AT(experts), "N", 1, SPEC_EXPERTS_MAX, NULL, "a scaled-down model with N experts"},
-    {"cache", OPTION_STRING, AT(cache), "DIR", 0, 0, NULL,
-     "cubin cache; default: MOEFLOW_CACHE_DIR, else the user's cache folder"},
-    {"reduce", OPTION_CHOICE, AT(reduce), "owner|choices", 0, 0, reduces,
-     "where choices are summed, in place of the model's"},
-    {"combine", OPTION_CHOICE, AT(combine), "plan|ring", 0, 0, combines,
-     "how the source adds the owners' sums; default plan"},
-    {"lanes", OPTION_INTEGER, AT(lanes), "1|2", 1, 2, NULL, "micro-batches in flight; repeats alternate between them"},
-    {"replays", OPTION_INTEGER, AT(replays), "N", 1, 1000000, NULL,
-     "repeats and graph replays; default 100 on a GPU, 2 on the CPU"},
-    {"threads", OPTION_INTEGER, AT(threads), "N", 1, 4096, NULL, "CPU threads over all ranks; default: the cores"},
-    {"host-memory", OPTION_BYTES, AT(host_memory), "BYTES|NGiB", 0, 0, NULL,
-     "most memory that the CPU backend may take; default 8GiB"},
-    {"timeout", OPTION_INTEGER, AT(timeout), "S", 1, 86400, NULL,
-     "bound of every wait for a peer in seconds; default: MOEFLOW_TIMEOUT_S, else 60"},
-    {"rendezvous", OPTION_STRING, AT(rendezvous), "HOST:PORT", 0, 0, NULL,
-     "where rank 0 listens, under a launcher; default: MASTER_ADDR and MASTER_PORT + 1, else this machine"},
-    {"format", OPTION_CHOICE, AT(format), "text|json", 0, 0, formats, "of the result on stdout; default text"},
-    {"output", OPTION_STRING, AT(output), "FILE", 0, 0, NULL, "write the JSON there as well"},
-    {"machine", OPTION_STRING, AT(machine), "NAME", 0, 0, NULL, "in the JSON; default: from the GPUs, such as h200x2"},
-    {"hand-example", OPTION_FLAG, AT(hand_example), NULL, 0, 0, NULL,
-     "print the worked example of 2 ranks, 4 experts, 3 tokens"},
-    {"reference-seed", OPTION_UNSIGNED, AT(reference_seed), "S", 0, 0, NULL,
-     "self-test: give the reference other weights, to see the check fail"},
-    {"die-rank", OPTION_INTEGER, AT(die_rank), "R", 0, SPEC_EXPERTS_MAX, NULL,
-     "self-test: the process of rank R ends itself before the first step, to see the others end"},
-    {"help", OPTION_FLAG, AT(help), NULL, 0, 0, NULL, "this text"},
-    {"version", OPTION_FLAG, AT(version), NULL, 0, 0, NULL, "version and build"},
-    {NULL, OPTION_FLAG, 0, NULL, 0, 0, NULL, NULL}};
-
 const char *options_transport_name(moeflow_transport transport) {
-  for (const struct choice *choice = transports; choice->name; choice++)
+  for (const struct option_choice *choice = transports; choice->name; choice++)
     if (choice->value == (int64_t)transport) return choice->name;
   return "unknown";
-}
-
-void options_help(FILE *file) {
-  fprintf(file,
-          "usage: moeflow-run MODEL.yaml [options]\n\n"
-          "Runs one expert-parallel MoE layer with made-up weights and tokens, one process per rank (forked, or under\n"
-          "torchrun, mpirun or srun), all ranks as threads on the CPU or with --transport local.\n\n");
-  for (const struct option_row *row = table; row->name; row++) {
-    char left[64];
-    snprintf(left, sizeof left, "%s--%s%s%s", strcmp(row->name, "help") ? "" : "-h, ", row->name, row->argument ? " " : "",
-             row->argument ? row->argument : "");
-    if (strlen(left) > 30) {
-      fprintf(file, "  %s\n  %-30s  %s\n", left, "", row->help);
-    } else {
-      fprintf(file, "  %-30s  %s\n", left, row->help);
-    }
-  }
-  fprintf(file,
-          "\nexit: 0 ok, 1 internal, 2 usage, 3 bad model file, 4 check failed, 5 environment, 6 cache, 7 timeout or peer\n"
-          "lost, 130 interrupted\n");
 }
 
 /* Plain decimal digits without a leading zero; `end` is set to the first byte after them. */
@@ -132,39 +38,27 @@ static int read_unsigned(const char *text, const char **end, uint64_t *value) {
   return 0;
 }
 
-static moeflow_status read_integer(const struct option_row *row, const char *text, int64_t *value) {
+static moeflow_status read_seed(const struct option_row *row, const char *text, void *value) {
   const char *end;
-  uint64_t number;
-  if (read_unsigned(text, &end, &number) || *end || number > INT64_MAX || (int64_t)number < row->minimum ||
-      (int64_t)number > row->maximum)
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %.64s: not an integer from %lld to %lld", row->name, text,
-                      (long long)row->minimum, (long long)row->maximum);
-  *value = (int64_t)number;
-  return MOEFLOW_OK;
+  if (!read_unsigned(text, &end, value) && !*end) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s is '%.64s'; it must be 0 to 18446744073709551615", row->name, text);
 }
 
-static moeflow_status read_bytes(const struct option_row *row, const char *text, uint64_t *value) {
-  static const struct choice units[] = {{"", 0}, {"B", 0}, {"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}, {NULL, 0}};
+static moeflow_status read_bytes(const struct option_row *row, const char *text, void *value) {
+  static const struct option_choice units[] = {{"", 0},     {"B", 0},    {"KiB", 10}, {"MiB", 20},
+                                               {"GiB", 30}, {"TiB", 40}, {NULL, 0}};
   const char *end;
   uint64_t number;
   if (!read_unsigned(text, &end, &number) && number > 0) {
     while (*end == ' ') end++;
-    for (const struct choice *unit = units; unit->name; unit++) {
+    for (const struct option_choice *unit = units; unit->name; unit++) {
       if (strcmp(end, unit->name) != 0 || number > UINT64_MAX >> unit->value) continue;
-      *value = number << unit->value;
+      *(uint64_t *)value = number << unit->value;
       return MOEFLOW_OK;
     }
   }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %.64s: not a number of bytes such as 4294967296 or 4GiB", row->name, text);
-}
-
-static moeflow_status read_choice(const struct option_row *row, const char *text, int64_t *value) {
-  for (const struct choice *choice = row->choices; choice->name; choice++) {
-    if (strcmp(text, choice->name) != 0) continue;
-    *value = choice->value;
-    return MOEFLOW_OK;
-  }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %.64s: not one of %s", row->name, text, row->argument);
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s is '%.64s'; it must be a number of bytes such as 4294967296 or 4GiB",
+                    row->name, text);
 }
 
 /* One point: `8`, or `5/0/3` with one count per rank. */
@@ -177,8 +71,9 @@ static moeflow_status read_point(const char *text, const char *whole, const char
   for (;; text++) {
     uint64_t number;
     if (read_unsigned(text, end, &number) || number > TOKENS_LIMIT || (**end && **end != ',' && **end != '/'))
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens %.64s: not a list such as 0,1,8 or 5/0,3/3 of numbers up to %d",
-                        whole, TOKENS_LIMIT);
+      return status_set(MOEFLOW_ERROR_ARGUMENT,
+                        "--tokens is '%.64s'; it must be a list such as 0,1,8 or 5/0,3/3 of numbers up to %d", whole,
+                        TOKENS_LIMIT);
     point->tokens[point->count++] = (int32_t)number;
     text = *end;
     if (*text != '/') return MOEFLOW_OK;
@@ -190,12 +85,16 @@ static void free_points(struct options *options) {
   options->point_count = 0;
 }
 
-static moeflow_status read_tokens(const char *text, struct options *options) {
+/* `value` is the whole struct options: a list has a length beside its points. */
+static moeflow_status read_tokens(const struct option_row *row, const char *text, void *value) {
+  struct options *options = value;
   const char *whole = text;
+  (void)row;
   free_points(options);
   for (;; text++) {
     if (options->point_count == OPTIONS_POINTS_MAX)
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens %.64s: more than %d points", whole, OPTIONS_POINTS_MAX);
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "--tokens is '%.64s', which has more than %d points", whole,
+                        OPTIONS_POINTS_MAX);
     struct options_point *point = &options->points[options->point_count++];
     moeflow_status status = read_point(text, whole, &text, point);
     if (status != MOEFLOW_OK) return status;
@@ -203,75 +102,95 @@ static moeflow_status read_tokens(const char *text, struct options *options) {
   }
 }
 
-static moeflow_status read_routing(const char *text, struct options_routing *routing) {
-  static const struct choice kinds[] = {{"lognormal:", ROUTING_LOGNORMAL}, {"zipf:", ROUTING_ZIPF}, {NULL, 0}};
+static moeflow_status read_routing(const struct option_row *row, const char *text, void *value) {
+  struct options_routing *routing = value;
+  static const struct option_choice kinds[] = {{"lognormal:", ROUTING_LOGNORMAL}, {"zipf:", ROUTING_ZIPF}, {NULL, 0}};
   if (strcmp(text, "uniform") == 0) {
     *routing = (struct options_routing){ROUTING_UNIFORM, 0};
     return MOEFLOW_OK;
   }
-  for (const struct choice *kind = kinds; kind->name; kind++) {
+  for (const struct option_choice *kind = kinds; kind->name; kind++) {
     const size_t length = strlen(kind->name);
     double parameter;
     if (strncmp(text, kind->name, length) != 0 || number_read_decimal(text + length, &parameter) || parameter > 16) continue;
     *routing = (struct options_routing){(enum options_routing_kind)kind->value, parameter};
     return MOEFLOW_OK;
   }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "--routing %.64s: not uniform, lognormal:SIGMA or zipf:S with a number up to 16",
+  return status_set(MOEFLOW_ERROR_ARGUMENT,
+                    "--%s is '%.64s'; it must be uniform, lognormal:SIGMA or zipf:S with a number up to 16", row->name,
                     text);
 }
 
-static moeflow_status read_value(const struct option_row *row, const char *text, struct options *options) {
-  void *field = (char *)options + row->offset;
-  const char *end;
-  switch (row->kind) {
-    case OPTION_FLAG:
-      *(int64_t *)field = 1;
-      return MOEFLOW_OK;
-    case OPTION_INTEGER:
-      return read_integer(row, text, field);
-    case OPTION_BYTES:
-      return read_bytes(row, text, field);
-    case OPTION_CHOICE:
-      return read_choice(row, text, field);
-    case OPTION_TOKENS:
-      return read_tokens(text, options);
-    case OPTION_ROUTING:
-      return read_routing(text, field);
-    case OPTION_UNSIGNED:
-      if (!read_unsigned(text, &end, field) && !*end) return MOEFLOW_OK;
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s %.64s: not an unsigned 64-bit integer", row->name, text);
-    case OPTION_STRING:
-      if (!*text) return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s: empty", row->name);
-      *(const char **)field = text;
-      return MOEFLOW_OK;
-  }
-  return status_set(MOEFLOW_ERROR_INTERNAL, "--%s: no reader", row->name);
+static const struct option_row table[] = {
+    {"ep", 0, OPTION_INTEGER, AT(ep), "N", "ranks; default: the launcher's, else the model's deploy.ep", .minimum = 1,
+     .maximum = SPEC_EXPERTS_MAX},
+    {"tokens", 0, OPTION_OTHER, 0, "LIST",
+     "tokens per rank, a comma list of points; 5/0 gives one count per rank; default 1", .read = read_tokens},
+    {"check", 0, OPTION_FLAG, AT(check), NULL,
+     .help = "compare every rank with the reference, repeats and graph replays bitwise"},
+    {"backend", 0, OPTION_CHOICE, AT(backend), "cpu|cuda", "default: cuda where there is a GPU", .choices = backends},
+    {"transport", 0, OPTION_CHOICE, AT(transport), "auto|nccl|window|allgather|local",
+     "how rows travel; local: all ranks in one process, on one GPU or the CPU", .choices = transports},
+    {"capacity", 0, OPTION_INTEGER, AT(capacity), "C", "most tokens a rank may bring; default: deploy.capacity",
+     .minimum = 1, .maximum = TOKENS_LIMIT},
+    {"dtype", 0, OPTION_TEXT, AT(dtype), "D", .help = "weight dtype in place of the model's, such as bf16"},
+    {"seed", 0, OPTION_OTHER, AT(seed), "S", "of weights, hidden states and logits; default 1", .read = read_seed},
+    {"routing", 0, OPTION_OTHER, AT(routing), "uniform|lognormal:SIGMA|zipf:S", "popularity of the experts; default uniform",
+     .read = read_routing},
+    {"ids", 0, OPTION_FLAG, AT(ids), NULL, .help = "route on the host and pass ids and weights instead of logits"},
+    {"check-rows", 0, OPTION_INTEGER, AT(check_rows), "N",
+     "rows per rank that the reference computes from 512 tokens over all ranks up; default 64", .minimum = 1,
+     .maximum = TOKENS_LIMIT},
+    {"experts", 0, OPTION_INTEGER, AT(experts), "N", "a scaled-down model with N experts", .minimum = 1,
+     .maximum = SPEC_EXPERTS_MAX},
+    {"cache", 0, OPTION_TEXT, AT(cache), "DIR",
+     .help = "cubin cache; default: MOEFLOW_CACHE_DIR, else the user's cache folder"},
+    {"reduce", 0, OPTION_CHOICE, AT(reduce), "owner|choices", "where choices are summed, in place of the model's",
+     .choices = reduces},
+    {"combine", 0, OPTION_CHOICE, AT(combine), "plan|ring", "how the source adds the owners' sums; default plan",
+     .choices = combines},
+    {"lanes", 0, OPTION_INTEGER, AT(lanes), "1|2", "micro-batches in flight; repeats alternate between them", .minimum = 1,
+     .maximum = 2},
+    {"replays", 0, OPTION_INTEGER, AT(replays), "N", "repeats and graph replays; default 100 on a GPU, 2 on the CPU",
+     .minimum = 1, .maximum = 1000000},
+    {"threads", 0, OPTION_INTEGER, AT(threads), "N", "CPU threads over all ranks; default: the cores", .minimum = 1,
+     .maximum = 4096},
+    {"host-memory", 0, OPTION_OTHER, AT(host_memory), "BYTES|NGiB",
+     "most memory that the CPU backend may take; default 8GiB", .read = read_bytes},
+    {"timeout", 0, OPTION_INTEGER, AT(timeout), "S",
+     "bound of every wait for a peer in seconds; default: MOEFLOW_TIMEOUT_S, else 60", .minimum = 1, .maximum = 86400},
+    {"rendezvous", 0, OPTION_TEXT, AT(rendezvous), "HOST:PORT",
+     .help = "where rank 0 listens, under a launcher; default: MASTER_ADDR and MASTER_PORT + 1, else this machine"},
+    {"format", 0, OPTION_CHOICE, AT(format), "text|json", "of the result on stdout; default text", .choices = formats},
+    {"output", 0, OPTION_TEXT, AT(output), "FILE", .help = "write the JSON there as well"},
+    {"machine", 0, OPTION_TEXT, AT(machine), "NAME", .help = "in the JSON; default: from the GPUs, such as h200x2"},
+    {"hand-example", 0, OPTION_FLAG, AT(hand_example), NULL,
+     .help = "print the worked example of 2 ranks, 4 experts, 3 tokens"},
+    {"reference-seed", 0, OPTION_OTHER, AT(reference_seed), "S",
+     "self-test: give the reference other weights, to see the check fail", .read = read_seed},
+    {"die-rank", 0, OPTION_INTEGER, AT(die_rank), "R",
+     "self-test: the process of rank R ends itself before the first step, to see the others end", .minimum = 0,
+     .maximum = SPEC_EXPERTS_MAX},
+    {"help", 'h', OPTION_FLAG, AT(help), NULL, .help = "this text"},
+    {"version", 0, OPTION_FLAG, AT(version), NULL, .help = "version and build"},
+    {.name = NULL}};
+
+void options_help(FILE *file) {
+  fprintf(file,
+          "usage: moeflow-run MODEL.yaml [options]\n\n"
+          "Runs one expert-parallel MoE layer with made-up weights and tokens, one process per rank (forked, or under\n"
+          "torchrun, mpirun or srun), all ranks as threads on the CPU or with --transport local.\n\n");
+  option_print(table, 0, file);
+  fprintf(file,
+          "\nexit: 0 ok, 1 internal, 2 usage, 3 bad model file, 4 check failed, 5 environment, 6 cache, 7 timeout or peer\n"
+          "lost, 130 interrupted\n");
 }
 
-/* One argument and, for `--name value`, the next one; *index ends on the last one used. */
-static moeflow_status read_argument(int argc, char **argv, int *index, struct options *options) {
-  const char *argument = strcmp(argv[*index], "-h") == 0 ? "--help" : argv[*index];
-  if (strncmp(argument, "--", 2) != 0) {
-    if (argument[0] == '-')
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %.64s; see moeflow-run --help", argument);
-    if (options->model)
-      return status_set(MOEFLOW_ERROR_ARGUMENT, "two models: %s and %s; one run takes one", options->model, argument);
-    options->model = argument;
-    return MOEFLOW_OK;
-  }
-  const char *name = argument + 2, *equals = strchr(name, '=');
-  const size_t length = equals ? (size_t)(equals - name) : strlen(name);
-  for (const struct option_row *row = table; row->name; row++) {
-    if (strlen(row->name) != length || strncmp(row->name, name, length) != 0) continue;
-    const char *value = equals ? equals + 1 : NULL;
-    if (row->kind == OPTION_FLAG && value) return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s takes no value", row->name);
-    if (row->kind != OPTION_FLAG && !value) {
-      if (*index + 1 >= argc) return status_set(MOEFLOW_ERROR_ARGUMENT, "--%s needs a value: %s", row->name, row->argument);
-      value = argv[++*index];
-    }
-    return read_value(row, value, options);
-  }
-  return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown option %.64s; see moeflow-run --help", argument);
+static moeflow_status read_model(const char *text, struct options *options) {
+  if (options->model)
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "two models: %s and %s; one run takes one", options->model, text);
+  options->model = text;
+  return MOEFLOW_OK;
 }
 
 moeflow_status options_parse(int argc, char **argv, struct options *options) {
@@ -291,14 +210,15 @@ moeflow_status options_parse(int argc, char **argv, struct options *options) {
                               .timeout = OPTIONS_UNSET,
                               .format = OPTIONS_TEXT,
                               .die_rank = OPTIONS_UNSET};
-  for (int i = 1; i < argc; i++) {
-    moeflow_status status = read_argument(argc, argv, &i, options);
-    if (status != MOEFLOW_OK) return status;
+  moeflow_status status = MOEFLOW_OK;
+  for (int i = 1; i < argc && status == MOEFLOW_OK; i++) {
+    status = argv[i][0] == '-' ? option_parse(table, 0, argc, argv, &i, options) : read_model(argv[i], options);
     if (options->help || options->version || options->hand_example) return MOEFLOW_OK;
   }
-  if (!options->model) return status_set(MOEFLOW_ERROR_ARGUMENT, "no model given; see moeflow-run --help");
-  if (!options->point_count) return read_tokens("1", options);
-  return MOEFLOW_OK;
+  if (status == MOEFLOW_OK && !options->model) status = status_set(MOEFLOW_ERROR_ARGUMENT, "no model given");
+  if (status == MOEFLOW_ERROR_ARGUMENT) return status_set(status, "%s; see moeflow-run --help", moeflow_last_error());
+  if (status == MOEFLOW_OK && !options->point_count) status = read_tokens(NULL, "1", options);
+  return status;
 }
 
 void options_free(struct options *options) {

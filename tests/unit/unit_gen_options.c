@@ -1,8 +1,8 @@
 /* moeflow-gen's command line: what is parsed, and what is refused with the option's name and exit code 2. */
 #include <unistd.h>
 
+#include "command.h"
 #include "environment.h"
-#include "../../gen/options.h" /* moeflow-run has an options.h too */
 #include "status.h"
 #include "test.h"
 
@@ -44,6 +44,7 @@ static void test_good(void) {
   EXPECT(parse("emit --arch sm_80,sm_90a -o out m.yaml", 2) && !strcmp(options.output, "out"), "%s", printed);
   EXPECT(!strcmp(options.overrides.arch, "sm_80,sm_90a") && !options.dry_run && options.overrides.ep == 0,
          "left over from before");
+  EXPECT(parse("build -j8 m.yaml -n", 2) && options.jobs == 8 && options.dry_run, "%s", printed);
   EXPECT(parse("explain m.yaml --format spec", 2) && options.format == FORMAT_SPEC, "%s", printed);
   EXPECT(parse("doctor", 2) && !options.model, "%s", printed);
   EXPECT(parse("help model", 2) && !strcmp(options.model, "model"), "%s", printed);
@@ -65,7 +66,12 @@ static void test_bad(void) {
                {"build", "which model"},
                {"build a.yaml b.yaml", "'b.yaml'"},
                {"doctor x", "'x'"},
-               {"build m.yaml --ep", "'--ep' needs a value"},
+               {"build m.yaml --ep", "'--ep' needs a value: N"},
+               {"build m.yaml -j", "'-j' needs a value: N"},
+               {"build m.yaml --ar sm_90a", "'--ar' is an unknown option"},
+               {"build m.yaml -", "'-' is an unknown option"},
+               {"--ep 4 build m.yaml", "'--ep' is an unknown option"},
+               {"build m.yaml -n1", "'-n1' takes no value"},
                {"build m.yaml --ep=", "--ep is empty"},
                {"build m.yaml --ep 0", "1 to 4096"},
                {"build m.yaml --ep 4097", "1 to 4096"},
@@ -74,8 +80,8 @@ static void test_bad(void) {
                {"build m.yaml --ep 4294967300", "1 to 4096"},
                {"build m.yaml --capacity 1048577", "1 to 1048576"},
                {"build m.yaml --jobs 257", "1 to 256"},
-               {"build m.yaml --format xml", "table or json"},
-               {"build m.yaml --format spec", "table or json"},
+               {"build m.yaml --format xml", "table|json"},
+               {"build m.yaml --format spec", "table|json"},
                {"build m.yaml --dry-run=1", "takes no value"}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     EXPECT(!parse(cases[i].line, 2) && exit_code == 2, "%s: exit %d", cases[i].line, exit_code);

@@ -1,5 +1,5 @@
 /* The command line of moeflow-run: what is read, what is refused and how it is named. */
-#include "../../run/options.h"
+#include "options.h"
 
 #include "status.h"
 #include "test.h"

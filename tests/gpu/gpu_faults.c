@@ -1,4 +1,5 @@
 /* Ranks that do not play along, on one GPU: what each is told, and that nothing hangs or passes off stale values. */
+#include "deadline.h"
 #include "gpu_world.h"
 
 #define RANKS 2
@@ -128,6 +129,126 @@ static void test_abort(void) {
   gpu.world.timeout_ms = 1500;
 }
 
+/* An abort in the middle of a loop of steps. Two inputs take turns, so that a result of the step before shows. */
+struct loop {
+  struct step inputs[2];
+  uint16_t *want[2][RANKS];
+  atomic_int steps;        /* that rank 0 has ended */
+  int delay_us;            /* of the abort, after rank 0's 20th step */
+  int errors[RANKS];       /* number of the first step with an error, -1: none */
+  atomic_llong aborted_ms; /* when moeflow_abort was called, 0: not yet */
+  atomic_int aborted;      /* it has returned */
+  int64_t heard_ms[RANKS]; /* when a rank's first step with an error had ended */
+  char message[RANKS][512];
+};
+#define LOOP_STEPS 5000
+#define LOOP_TIMEOUT_MS 15000
+
+static void *abort_in_loop(void *argument) {
+  struct loop *loop = argument;
+  const int64_t deadline = deadline_in(LOOP_TIMEOUT_MS);
+  while (atomic_load(&loop->steps) < 20 && !deadline_passed(deadline)) usleep(50);
+  usleep((useconds_t)loop->delay_us);
+  atomic_store(&loop->aborted_ms, deadline_now_ms());
+  EXPECT(moeflow_abort(gpu.world.rank[0].group) == MOEFLOW_OK, "%s", moeflow_last_error());
+  atomic_store(&loop->aborted, 1);
+  return NULL;
+}
+
+enum rows { ROWS_RIGHT, ROWS_RIGHT_OR_NAN, ROWS_NAN };
+
+/* Of each token as a whole. */
+static void expect_rows(const struct loop *loop, const uint16_t *out, int rank, int number, enum rows allowed) {
+  const int hidden = gpu.world.spec.hidden, tokens = loop->inputs[0].tokens[rank];
+  for (int t = 0; t < tokens; t++) {
+    const uint16_t *row = out + (size_t)t * hidden, *want = loop->want[number % 2][rank] + (size_t)t * hidden;
+    int nan = 0;
+    while (nan < hidden && row[nan] == 0x7fc0) nan++;
+    const int right = !memcmp(row, want, (size_t)hidden * 2);
+    EXPECT((right && allowed != ROWS_NAN) || (nan == hidden && allowed != ROWS_RIGHT),
+           "rank %d, step %d, token %d: %s; %d NaN, 0x%04x and should be %s0x%04x; the row of the step before %s", rank,
+           number, t, right ? "right" : "wrong", nan, row[nan % hidden], allowed ? "NaN or " : "", want[nan % hidden],
+           memcmp(row, loop->want[1 - number % 2][rank] + (size_t)t * hidden, (size_t)hidden * 2) ? "differs" : "it is");
+  }
+}
+
+static moeflow_status loop_step(struct loop *loop, struct step *step, int rank, int number) {
+  const struct world_rank *mine = &gpu.world.rank[rank];
+  gpu_put(&gpu, step, rank);
+  moeflow_forward_args args = gpu_args(&gpu, step, rank);
+  moeflow_status status = moeflow_forward(mine->layer, &args);
+  if (status == MOEFLOW_OK) status = moeflow_poll(mine->group, LOOP_TIMEOUT_MS);
+  if (status != MOEFLOW_OK && loop->errors[rank] < 0) {
+    loop->errors[rank] = number;
+    snprintf(loop->message[rank], sizeof loop->message[rank], "%s: %s", moeflow_status_name(status), moeflow_last_error());
+  }
+  gpu_get(&gpu, step, rank);
+  if (loop->errors[rank] == number) loop->heard_ms[rank] = deadline_now_ms();
+  return status;
+}
+
+/* Steps until an error, then one more, after the abort: it tells the peers, whatever the step with the error still could. */
+static void loop_one(struct world *world, int rank, void *argument) {
+  struct loop *loop = argument;
+  int more = 2;
+  CU(cuCtxPushCurrent(gpu.context));
+  loop->errors[rank] = -1;
+  for (int i = 0; i < LOOP_STEPS && more > 0; i++) {
+    struct step step = loop->inputs[i % 2];
+    const int late = loop->errors[rank] >= 0;
+    step.out[rank] = step_memory((size_t)step.tokens[rank], 2 * (size_t)world->spec.hidden);
+    while (late && !atomic_load(&loop->aborted)) usleep(50);
+    const moeflow_status status = loop_step(loop, &step, rank, i);
+    EXPECT(status == MOEFLOW_OK || status == MOEFLOW_ERROR_PEER, "rank %d, step %d: %s", rank, i, loop->message[rank]);
+    /* rank 0's abort may come between its poll and the last block of its last kernel */
+    const int touched = loop->errors[rank] >= 0 || (rank == 0 && atomic_load(&loop->aborted_ms));
+    expect_rows(loop, step.out[rank], rank, i, late ? ROWS_NAN : touched ? ROWS_RIGHT_OR_NAN : ROWS_RIGHT);
+    free(step.out[rank]);
+    if (rank == 0) atomic_fetch_add(&loop->steps, 1);
+    if (loop->errors[rank] >= 0) more--;
+  }
+}
+
+/* Timeout and patience are 15 s: what ends within 2 s was not ended by them. */
+static void abort_loop(struct loop *loop, int delay_us) {
+  pthread_t thread;
+  loop->delay_us = delay_us;
+  atomic_store(&loop->steps, 0);
+  atomic_store(&loop->aborted_ms, 0);
+  atomic_store(&loop->aborted, 0);
+  gpu_open(&gpu);
+  EXPECT(pthread_create(&thread, NULL, abort_in_loop, loop) == 0);
+  world_each(&gpu.world, loop_one, loop);
+  pthread_join(thread, NULL);
+  EXPECT(gpu_driver.cuCtxSynchronize() == CUDA_SUCCESS, "abort after %d us: the device has met an error", delay_us);
+  for (int r = 0; r < RANKS; r++) {
+    const long long late = loop->heard_ms[r] - atomic_load(&loop->aborted_ms);
+    EXPECT(loop->errors[r] >= 0, "abort after %d us: rank %d never hears of it", delay_us, r);
+    EXPECT(loop->errors[r] < 0 || late < 2000, "abort after %d us: rank %d hears of it %lld ms later: %s", delay_us, r, late,
+           loop->message[r]);
+  }
+  EXPECT(loop->errors[1] <= loop->errors[0] + 1, "abort after %d us: rank 0 ends at step %d, and rank 1 at %d", delay_us,
+         loop->errors[0], loop->errors[1]);
+  gpu_close(&gpu);
+}
+
+static void test_abort_in_loop(void) {
+  static struct loop loop;
+  const int delays_us[] = {0, 37, 110, 230, 1000};
+  gpu.world.timeout_ms = LOOP_TIMEOUT_MS;
+  gpu_open(&gpu);
+  for (int i = 0; i < 2; i++) {
+    fill(&loop.inputs[i], 240 + i);
+    gpu_run(&gpu, &loop.inputs[i]);
+    step_expect(&gpu.world, &loop.inputs[i], "before the loop");
+    for (int r = 0; r < RANKS; r++) loop.want[i][r] = loop.inputs[i].out[r];
+  }
+  gpu_close(&gpu);
+  for (size_t i = 0; i < sizeof delays_us / sizeof *delays_us; i++) abort_loop(&loop, delays_us[i]);
+  for (int i = 0; i < 2; i++) step_free(&gpu.world, &loop.inputs[i]);
+  gpu.world.timeout_ms = 1500;
+}
+
 static void test_large_allocation(void) {
   moeflow_open_config open = MOEFLOW_OPEN_CONFIG_INIT;
   moeflow_group_config config = MOEFLOW_GROUP_CONFIG_INIT;
@@ -154,6 +275,7 @@ int main(void) {
   test_failed_join();
   test_silent_rank();
   test_abort();
+  test_abort_in_loop();
   test_large_allocation();
   TEST_END;
 }

@@ -22,7 +22,8 @@
   X(cuGraphLaunch)        \
   X(cuGraphExecDestroy)   \
   X(cuGraphDestroy)       \
-  X(cuMemcpyDtoDAsync)
+  X(cuMemcpyDtoDAsync)    \
+  X(cuCtxSynchronize)
 #define GPU_STRING(name) #name
 #define GPU_SYMBOL(name) GPU_STRING(name)
 static struct {

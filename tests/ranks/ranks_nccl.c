@@ -1,72 +1,8 @@
-/* Two processes, each with a GPU of its own, over NCCL. They are forked before anything touches CUDA; each case is a fresh
- * pair, and the parent waits a bounded time for both. */
-#include <errno.h>
-#include <signal.h>
-#include <sys/wait.h>
-#include <time.h>
+/* Two processes, each with a GPU of its own, over NCCL. */
+#include "pair.h"
 
-#include "../gpu/gpu_world.h"
-#include "nccl_library.h"
-
-#define RANKS 2
 #define TOKENS 40
-#define CASE_SECONDS 120
-
-static struct gpu gpu = {.world = {.ranks = RANKS, .capacity = 64}};
-static int my_rank;
-static int id_pipe[2]; /* from rank 0 to rank 1 */
-
-/* ---- This process's rank ---- */
-
-static void meet(void) {
-  if (my_rank == 0) {
-    EXPECT(moeflow_get_unique_id(MOEFLOW_TRANSPORT_NCCL, &gpu.world.id) == MOEFLOW_OK, "%s", moeflow_last_error());
-    EXPECT(write(id_pipe[1], &gpu.world.id, sizeof gpu.world.id) == (ssize_t)sizeof gpu.world.id, "%s", strerror(errno));
-  } else {
-    EXPECT(read(id_pipe[0], &gpu.world.id, sizeof gpu.world.id) == (ssize_t)sizeof gpu.world.id, "%s", strerror(errno));
-  }
-}
-
-static void start(void) {
-  gpu.world.spec = world_spec(512, 256, 16, 4);
-  gpu_defaults(&gpu);
-  gpu.device = my_rank;
-  gpu.transport = MOEFLOW_TRANSPORT_NCCL;
-  gpu_start(&gpu);
-  gpu_build(&gpu.world.spec, gpu.arch); /* each into a cache of its own, unless MOEFLOW_TEST_CACHE is set */
-  meet();
-}
-
-static void open_rank(void) {
-  start();
-  gpu_open_one(&gpu.world, my_rank, &gpu);
-  EXPECT(gpu.world.rank[my_rank].status == MOEFLOW_OK, "rank %d: %s", my_rank, gpu.world.rank[my_rank].message);
-  if (gpu.world.rank[my_rank].status != MOEFLOW_OK) exit(1);
-}
-
-static void close_rank(void) {
-  gpu_close_one(&gpu.world, my_rank, &gpu);
-}
-
-static void run(struct step *step) {
-  struct gpu_step both = {&gpu, step};
-  gpu_step_one(&gpu.world, my_rank, &both);
-}
-
-/* This rank's tokens against the reference; the other rank's are its own business. */
-static void expect_mine(const struct step *step, const char *what) {
-  struct step mine = *step;
-  for (int r = 0; r < RANKS; r++) {
-    if (r != my_rank) mine.tokens[r] = 0;
-  }
-  step_expect(&gpu.world, &mine, what);
-}
-
-static void fill(struct step *step, int first, int second, int seed) {
-  step->tokens[0] = first;
-  step->tokens[1] = second;
-  step_fill(&gpu.world, step, seed);
-}
+#define CASE_SECONDS 40
 
 /* ---- Cases ---- */
 
@@ -268,56 +204,13 @@ static void case_all_kinds_captured(void) {
   EXPECT(nccl.ncclCommDestroy(comm) == ncclSuccess);
 }
 
-/* ---- The parent ---- */
-
-static int gpus(void) {
-  int devices = 0;
-  if (driver_load() != MOEFLOW_OK) return 0;
-  return driver.cuDeviceGetCount(&devices) == CUDA_SUCCESS ? devices : 0;
-}
-
-static int exit_code(pid_t child, int64_t deadline) {
-  const struct timespec nap = {0, 20000000};
-  int result;
-  while (waitpid(child, &result, WNOHANG) == 0) {
-    if (time(NULL) > deadline) {
-      kill(child, SIGKILL);
-      waitpid(child, &result, 0);
-      return -1;
-    }
-    nanosleep(&nap, NULL);
-  }
-  return WIFEXITED(result) ? WEXITSTATUS(result) : -2;
-}
-
 static void run_case(const char *name, void (*run_it)(void)) {
-  pid_t children[RANKS];
-  if (pipe(id_pipe)) exit(1);
-  fflush(NULL);
-  for (int r = 0; r < RANKS; r++) {
-    children[r] = fork();
-    if (children[r] != 0) continue;
-    my_rank = r;
-    test_checks = test_failures = 0;
-    run_it();
-    fflush(NULL);
-    exit(test_failures != 0);
-  }
-  const int64_t deadline = time(NULL) + CASE_SECONDS;
-  for (int r = 0; r < RANKS; r++) {
-    const int code = exit_code(children[r], deadline);
-    EXPECT(code == 0, "%s: rank %d %s %d", name, r, code == -1 ? "hung:" : "ends with", code);
-  }
-  close(id_pipe[0]);
-  close(id_pipe[1]);
+  run_pair(name, run_it, CASE_SECONDS, 0);
 }
 
 int main(void) {
-  pid_t looker = fork(); /* this process must not touch CUDA before it forks */
-  int result = 0;
-  if (looker == 0) _exit(gpus());
-  waitpid(looker, &result, 0);
-  if (!WIFEXITED(result) || WEXITSTATUS(result) < RANKS) SKIP("%d GPUs, and %d are needed", WEXITSTATUS(result), RANKS);
+  gpu.world.spec = world_spec(512, 256, 16, 4);
+  pair_begin();
   run_case("layer", case_layer);
   run_case("two lanes", case_two_lanes);
   run_case("graph", case_graph);
@@ -327,5 +220,6 @@ int main(void) {
   run_case("rank dies", case_rank_dies);
   run_case("adopt", case_adopt);
   run_case("all kinds captured", case_all_kinds_captured);
+  pair_end();
   TEST_END;
 }

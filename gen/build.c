@@ -4,6 +4,7 @@
 
 #include "bill.h"
 #include "command.h"
+#include "exit_code.h"
 #include "json.h"
 #include "pool.h"
 #include "progress.h"
@@ -12,7 +13,6 @@
 
 #define COMPILE_SECONDS_MAX 120
 #define LOCK_SECONDS_MAX 60 /* for another process that compiles the same variant */
-#define EXIT_INTERRUPTED 130
 
 enum row_state { ROW_MISSING, ROW_HIT, ROW_COMPILED };
 static const char *const row_states[] = {"missing", "hit", "compiled"};
@@ -85,18 +85,8 @@ static void fill_facts(const struct unit *unit, const struct compile_result *res
 static moeflow_status make(void *user, struct entry_header *facts, uint8_t **cubin, size_t *cubin_bytes) {
   struct making *making = user;
   const struct unit *unit = making->unit;
-  const struct units *units = &making->build->units;
   struct compile_result result;
-  char symbol[40];
-  emit_symbol(unit->draft->plan.variants[unit->variant].kernel, symbol);
-  struct compile_request request = {.name = unit->name,
-                                    .symbol = symbol,
-                                    .text = unit->text,
-                                    .templates = &units->templates,
-                                    .included = unit->included,
-                                    .included_count = unit->included_count,
-                                    .options = &units->options[unit->draft - units->drafts]};
-  moeflow_status status = compile_unit(&making->build->toolchain, &request, &result);
+  moeflow_status status = unit_compile(&making->build->units, unit, &making->build->toolchain, &result);
   if (status == MOEFLOW_OK) status = check_shared(unit, &result);
   if (status == MOEFLOW_OK) {
     fill_facts(unit, &result, facts);

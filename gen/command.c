@@ -6,10 +6,10 @@
 
 #include "build_stamp.h"
 #include "environment.h"
+#include "exit_code.h"
 #include "option_table.h"
 #include "status.h"
 
-#define EXIT_USAGE 2
 #define JOBS_MAX 256
 
 enum { BUILD = 1, EXPLAIN = 2, EMIT = 4, LIST = 8, VERIFY = 16, DOCTOR = 32, HELP = 64 };
@@ -88,11 +88,7 @@ static void print_help(FILE *file) {
     snprintf(left, sizeof left, "%s %s", commands[i].name, commands[i].operand ? commands[i].operand : "");
     fprintf(file, "  %-20s %s\n", left, commands[i].summary);
   }
-  fprintf(
-      file,
-      "\n`moeflow-gen help COMMAND` lists a command's options.\n"
-      "Exit codes: 0 ok, 1 internal, 2 usage, 3 bad input file, 4 check failed, 5 environment (toolchain, driver, GPU),\n"
-      "6 I/O or cache, 7 timeout or peer lost, 130 interrupted.\n");
+  fputs("\n`moeflow-gen help COMMAND` lists a command's options.\n" EXIT_CODES_TEXT, file);
 }
 
 int command_help(const struct gen_options *options) {

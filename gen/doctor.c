@@ -11,12 +11,11 @@
 #include "command.h"
 #include "driver.h"
 #include "environment.h"
+#include "exit_code.h"
 #include "json.h"
 #include "nccl_library.h"
 #include "status.h"
 #include "toolchain.h"
-
-#define EXIT_ENVIRONMENT 5
 
 enum finding_state { FINDING_OK, FINDING_ABSENT, FINDING_BROKEN }; /* ABSENT: builds work without it */
 static const char *const state_names[] = {"ok", "absent", "MISSING"};

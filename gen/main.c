@@ -3,8 +3,7 @@
 
 #include "command.h"
 #include "environment.h"
-
-#define EXIT_IO 6
+#include "exit_code.h"
 
 int main(int argc, char **argv) {
   struct gen_options options;

@@ -57,6 +57,20 @@ moeflow_status units_keys(struct units *units, const struct toolchain *toolchain
   return MOEFLOW_OK;
 }
 
+moeflow_status unit_compile(const struct units *units, const struct unit *unit, const struct toolchain *toolchain,
+                            struct compile_result *result) {
+  char symbol[40];
+  emit_symbol(unit->draft->plan.variants[unit->variant].kernel, symbol);
+  const struct compile_request request = {.name = unit->name,
+                                          .symbol = symbol,
+                                          .text = unit->text,
+                                          .templates = &units->templates,
+                                          .included = unit->included,
+                                          .included_count = unit->included_count,
+                                          .options = &units->options[unit->draft - units->drafts]};
+  return compile_unit(toolchain, &request, result);
+}
+
 void units_templates(const struct units *units, char used[TEMPLATES_MAX]) {
   memset(used, 0, TEMPLATES_MAX);
   for (int i = 0; i < units->count; i++) {

@@ -31,6 +31,10 @@ moeflow_status units_make(const struct model *model, const char *template_folder
 /* Fills the keys and the drafts' entry hashes. */
 moeflow_status units_keys(struct units *units, const struct toolchain *toolchain);
 
+/* compile_unit of one of them: in worker processes alone. */
+moeflow_status unit_compile(const struct units *units, const struct unit *unit, const struct toolchain *toolchain,
+                            struct compile_result *result);
+
 /* One SHA-256 over every unit's text and every template that one includes: 64 hex digits. No machine, path or toolchain in
  * it. */
 void units_digest(const struct units *units, char hex[65]);

@@ -11,12 +11,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "exit_code.h"
 #include "number.h"
 #include "sha256.h"
 #include "status.h"
-
-#define EXIT_PEER 7
-#define EXIT_INTERRUPTED 130
 
 /* ---- A launcher's environment ---- */
 
@@ -198,7 +196,7 @@ static void child_main(struct family *family, struct star *stars, int rank, pid_
   failure.code = body(user, rank, &stars[rank], &failure);
   if (failure.code && write(family->reports[1], &failure, sizeof failure) < 0) failure.code = 1;
   star_close(&stars[rank]);
-  if (fflush(stdout) && !failure.code) failure.code = 6;
+  if (fflush(stdout) && !failure.code) failure.code = EXIT_IO;
   _exit(failure.code);
 }
 

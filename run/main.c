@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "environment.h"
+#include "exit_code.h"
 #include "hand_example.h"
 #include "launch.h"
 #include "setup.h"
@@ -12,9 +13,8 @@
 
 #define GRACE_MS 5000 /* that ranks get to notice a dead one, beyond which they are ended */
 
-static int complain(const char *message) {
+static void complain(const char *message) {
   fprintf(stderr, "moeflow-run: %s\n", message);
-  return 0;
 }
 
 static int refuse(moeflow_status status) {
@@ -66,7 +66,7 @@ static int run(struct setup *setup) {
 static int finish(int code) {
   if ((fflush(stdout) || ferror(stdout)) && !code) {
     complain("cannot write to stdout");
-    return 6;
+    return EXIT_IO;
   }
   return code;
 }
@@ -79,7 +79,7 @@ static int print_version(void) {
 
 int main(int argc, char **argv) {
   static struct setup setup; /* large */
-  signal(SIGXFSZ, SIG_IGN); /* a file size limit is to be EFBIG, a message and exit 6, not a signal */
+  signal(SIGXFSZ, SIG_IGN);  /* a file size limit is to be EFBIG, a message and exit 6, not a signal */
   environment_warn("moeflow-run", stderr);
   setup.argc = argc;
   setup.argv = argv;

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exit_code.h"
 #include "number.h"
 #include "option_table.h"
 #include "spec.h"
@@ -181,9 +182,7 @@ void options_help(FILE *file) {
           "Runs one expert-parallel MoE layer with made-up weights and tokens, one process per rank (forked, or under\n"
           "torchrun, mpirun or srun), all ranks as threads on the CPU or with --transport local.\n\n");
   option_print(table, 0, file);
-  fprintf(file,
-          "\nexit: 0 ok, 1 internal, 2 usage, 3 bad model file, 4 check failed, 5 environment, 6 cache, 7 timeout or peer\n"
-          "lost, 130 interrupted\n");
+  fputs("\n" EXIT_CODES_TEXT, file);
 }
 
 static moeflow_status read_model(const char *text, struct options *options) {

@@ -9,11 +9,11 @@
 
 #include "check.h"
 #include "driver.h"
+#include "exit_code.h"
 #include "random.h"
 #include "report.h"
 
 #define FILL_BLOCKS 1024
-#define EXIT_CHECK_FAILED 4
 
 moeflow_status worker_agree(struct worker *worker, moeflow_status mine) {
   int culprit = -1;

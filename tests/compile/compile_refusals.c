@@ -18,7 +18,7 @@ static void refuse(struct compiling *compiling, const char *body, const char *ar
   EXPECT(units_make(&model, scratch, 0, &units) == MOEFLOW_OK, "%s", moeflow_last_error());
   if (arch_option) strcpy(units.options[0].text[0], arch_option);
   compiling->units = &units;
-  moeflow_status status = compile_one(compiling, &units.units[0], &result);
+  moeflow_status status = unit_compile(&units, &units.units[0], &compiling->toolchain, &result);
   EXPECT(status == expected, "%s: %s", moeflow_status_name(status), moeflow_last_error());
   if (status != MOEFLOW_OK)
     EXPECT(strstr(moeflow_last_error(), message), "'%s' is not in: %s", message, moeflow_last_error());

@@ -25,25 +25,11 @@ static inline void compiling_begin(struct compiling *compiling) {
 }
 
 /* In a worker. */
-static inline moeflow_status compile_one(const struct compiling *compiling, const struct unit *unit,
-                                         struct compile_result *result) {
-  const struct units *units = compiling->units;
-  char symbol[40];
-  emit_symbol(unit->draft->plan.variants[unit->variant].kernel, symbol);
-  struct compile_request request = {.name = unit->name,
-                                    .symbol = symbol,
-                                    .text = unit->text,
-                                    .templates = &units->templates,
-                                    .included = unit->included,
-                                    .included_count = unit->included_count,
-                                    .options = &units->options[unit->draft - units->drafts]};
-  return compile_unit(&compiling->toolchain, &request, result);
-}
-
 static inline moeflow_status compiling_work(void *user, int task, struct pool_output *output) {
   const struct compiling *compiling = user;
   struct compile_result result;
-  moeflow_status status = compile_one(compiling, &compiling->units->units[compiling->tasks[task]], &result);
+  moeflow_status status = unit_compile(compiling->units, &compiling->units->units[compiling->tasks[task]],
+                                       &compiling->toolchain, &result);
   struct compiled compiled = {(int32_t)result.registers, (int32_t)result.static_shared_bytes, (int32_t)result.spill_bytes,
                               (int32_t)result.cubin_size};
   memcpy(output->bytes, &compiled, sizeof compiled);

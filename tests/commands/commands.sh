@@ -1,11 +1,12 @@
 #!/bin/bash
 # The tools as a shell sees them: JSON that parses, exit codes, no home, a file size limit, a damaged cache and its mending.
-# commands.sh GEN RUN MODEL.yaml
+# commands.sh GEN RUN MODEL.yaml FAKE_LIBCUDA
 set -u
-gen=$1 run=$2 model=$3
+gen=$1 run=$2 model=$3 fake_cuda=$4
 folder=$(mktemp -d) || exit 1
 trap 'rm -rf "$folder"' EXIT
 failures=0
+notes='no GPU: running on the CPU|shared expert|all ranks run on GPU 0'
 
 expect() { # expect CODE WHAT COMMAND...: the exit code, and on failure no more than one line on stderr beside the notes
   local code=$1 what=$2 got
@@ -15,7 +16,7 @@ expect() { # expect CODE WHAT COMMAND...: the exit code, and on failure no more 
   if [ $got -ne "$code" ]; then
     echo "$what: exit $got instead of $code: $(tail -1 "$folder/err")"
     failures=$((failures + 1))
-  elif [ "$code" -ne 0 ] && [ "$(grep -vcE 'no GPU: running on the CPU|shared expert' "$folder/err")" -gt 1 ]; then
+  elif [ "$code" -ne 0 ] && [ "$(grep -vcE "$notes" "$folder/err")" -gt 1 ]; then
     echo "$what: more than one line: $(cat "$folder/err")"
     failures=$((failures + 1))
   fi
@@ -50,8 +51,8 @@ cache=(--cache "$folder/cache")
 expect_json "explain" "$gen" explain "$model" "${small[@]}" "${cache[@]}" --format json
 expect 0 "explain" "$gen" explain "$model" "${small[@]}" "${cache[@]}" --ep 2
 says "explain" '^deepseek-v2-lite, bf16 weights$' 'experts +8, of which a token chooses 6' 'NOT computed by the layer' \
-  'header 16 B .* padding 64 B .* hidden 4096 B' '2 \(send, receive\) x 2 ranks x 128 rows x 4224 B' '^  4 experts a rank' '^gate_up ' \
-  'the cache holds no plan' "run: moeflow-gen build $model --dtype bf16 --experts 8 --arch sm_90a --cache $folder/cache"
+  'header 16 B .* padding 64 B .* hidden 4096 B' '2 \(send, receive\) x 2 ranks x 128 rows x 4224 B' \
+  '^  4 experts a rank' '^gate_up ' 'the cache holds no plan' "run: moeflow-gen build $model --dtype bf16 --experts 8 --arch sm_90a --cache $folder/cache"
 expect_json "build --dry-run" "$gen" build "$model" "${small[@]}" "${cache[@]}" --dry-run --format json
 expect_json "emit" "$gen" emit "$model" "${small[@]}" -o "$folder/emitted" --format json
 expect_json "emit --digest" "$gen" emit "$model" "${small[@]}" --digest --format json
@@ -74,9 +75,20 @@ expect 2 "a topic with control bytes" "$gen" help $'a\nb'
 expect 2 "a list of 60 000 numbers" "$run" "$model" --tokens "$(printf '1/%.0s' {1..30000})x"
 [ "$(wc -c <"$folder/err")" -lt 1000 ] || { echo "the message has $(wc -c <"$folder/err") bytes"; failures=$((failures + 1)); }
 
+printf 'moeflow: 1\nname: x\nhiddn: 3\n' >"$folder/bad.yaml"
+for tool in "$gen build" "$run"; do
+  # shellcheck disable=SC2086
+  expect 3 "a misspelt key" $tool "$folder/bad.yaml"
+  says "a misspelt key" "bad.yaml:3:1: unknown key 'hiddn'"
+done
+expect 6 "run without cubins" env MOEFLOW_CUDA_LIB="$fake_cuda" "$run" "$model" "${small[@]}" "${cache[@]}" --reduce choices
+says "run without cubins" \
+  "moeflow-gen build $model --dtype bf16 --experts 8 --reduce choices --arch sm_[0-9a]+ --cache $folder/cache\$"
+
 # doctor: exit 0 or 5 by what a build needs, alone
 expect 5 "doctor without NVRTC" env MOEFLOW_NVRTC=/nonexistent "$gen" doctor "${cache[@]}"
-says "doctor without NVRTC" '^MISSING +nvrtc ' '^(ok|absent) +driver ' '^ok +environment +MOEFLOW_NVRTC=/nonexistent' 'is missing$'
+says "doctor without NVRTC" '^MISSING +nvrtc ' '^(ok|absent) +driver ' '^ok +environment +MOEFLOW_NVRTC=/nonexistent' \
+  'is missing$'
 "$gen" doctor "${cache[@]}" --format json >"$folder/out" 2>"$folder/err"
 doctor=$?
 grep -q "\"can_build\": *$([ $doctor -eq 0 ] && echo true || echo false)" "$folder/out" ||

@@ -17,7 +17,9 @@ static struct moeflow_record read_record(const struct group_lane *lane) {
   struct moeflow_record record;
   memset(&record, 0, sizeof record);
 #define READ(field) record.field = __atomic_load_n(&from->field, __ATOMIC_ACQUIRE)
-  READ(poison); /* first: the device writes it last */
+  READ(finished); /* first: a step that ended has its poison and marks in place */
+  READ(steps);
+  READ(poison); /* before what explains it, which the device writes first */
   READ(peer);
   READ(phase);
   READ(step);
@@ -25,10 +27,8 @@ static struct moeflow_record read_record(const struct group_lane *lane) {
   READ(theirs);
   READ(failed_peer);
   READ(failed_step);
-  READ(finished); /* before started, so that a step that begins meanwhile counts as running */
-  READ(steps);
   READ(received);
-  READ(started);
+  READ(started); /* last: a step that begins meanwhile counts as running */
 #undef READ
   return record;
 }

@@ -6,7 +6,7 @@
 #include "spec.h"
 #include "test.h"
 
-#define RACES 100000
+#define RACES 400000
 
 static atomic_int race_round;
 

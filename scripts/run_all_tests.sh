@@ -11,7 +11,7 @@ cache=$logs/cache  # the user's own cache takes no part in tests
 mkdir -m 700 "$cache"
 export MOEFLOW_CACHE_DIR=$cache
 
-configure_and_build() { cmake --preset "$1" && cmake --build --preset "$1" -j "$(nproc)"; }
+configure_and_build() { cmake --preset "$1" -DMOEFLOW_WERROR=ON && cmake --build --preset "$1" -j "$(nproc)"; }
 
 build_twice() {
   local build="build/bin/moeflow-gen build models/glm-5.3-flash.yaml --dtype bf16 --format json"

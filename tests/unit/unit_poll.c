@@ -6,7 +6,7 @@
 #include "spec.h"
 #include "test.h"
 
-#define RACES 400000
+#define RACES 200000
 
 static atomic_int race_round;
 

@@ -300,14 +300,17 @@ static void no_room(void) {
 }
 
 static void sweeping(void) {
+  static const char *const left[] = {"cache/tmp/new-1-2-3-4", "cache/tmp/0123abcd.lock", "cache/tmp/damaged-0123abcd-1"};
   struct timespec old[2] = {{time(NULL) - 7200, 0}, {time(NULL) - 7200, 0}};
-  scratch_write(scratch_path("cache/tmp/new-1-2-3-4"), "old", 3, 0600);
+  for (int i = 0; i < 3; i++) {
+    scratch_write(scratch_path(left[i]), "old", 3, 0600);
+    EXPECT(utimensat(AT_FDCWD, scratch_path(left[i]), old, 0) == 0);
+  }
   scratch_write(scratch_path("cache/tmp/new-5-6-7-8"), "new", 3, 0600);
-  EXPECT(utimensat(AT_FDCWD, scratch_path("cache/tmp/new-1-2-3-4"), old, 0) == 0);
   struct store store = open_store();
   store_sweep(&store);
   store_close(&store);
-  EXPECT(access(scratch_path("cache/tmp/new-1-2-3-4"), F_OK) != 0, "older than an hour");
+  for (int i = 0; i < 3; i++) EXPECT(access(scratch_path(left[i]), F_OK) != 0, "older than an hour: %s", left[i]);
   EXPECT(access(scratch_path("cache/tmp/new-5-6-7-8"), F_OK) == 0, "a writer may be at it");
   unlink(scratch_path("cache/tmp/new-5-6-7-8"));
 }

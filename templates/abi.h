@@ -290,7 +290,7 @@ struct moeflow_combine_params {
   int32_t eager;           /* 0 in a captured step: the host does not know of its replays */
 };
 
-struct moeflow_fill_params { /* counter-based test values; runtime/random.h has the rule */
+struct moeflow_fill_params { /* counter-based test values; random.h has the rule */
   uint16_t *out; /* [experts][rows][columns] bf16 */
   uint64_t seed;
   int64_t rows;

@@ -5,6 +5,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "number.h"
@@ -245,9 +246,12 @@ static void choose_threads(struct setup *setup) {
 static moeflow_status check_output(const char *path) {
   const char *slash = path ? strrchr(path, '/') : NULL;
   char folder[CACHE_PATH_MAX] = ".";
+  struct stat info;
   if (!path) return MOEFLOW_OK;
   if (slash) snprintf(folder, sizeof folder, "%.*s", (int)(slash - path + 1), path);
-  if (access(access(path, F_OK) == 0 ? path : folder, W_OK) == 0) return MOEFLOW_OK;
+  const int exists = stat(path, &info) == 0, is_folder = exists && S_ISDIR(info.st_mode);
+  if (!is_folder && access(exists ? path : folder, W_OK) == 0) return MOEFLOW_OK;
+  if (is_folder) errno = EISDIR;
   return status_set(MOEFLOW_ERROR_CACHE, "--output: cannot write %s: %s", path, strerror(errno));
 }
 

@@ -67,6 +67,8 @@ expect 6 "emit, file size limit" limited "$gen" emit "$model" "${small[@]}" -o "
 expect 6 "run --output, file size limit" limited "$run" "$model" "${small[@]}" --backend cpu --output "$folder/result.json"
 expect 6 "run --output into no folder" "$run" "$model" "${small[@]}" --backend cpu --output "$folder/none/result.json"
 says "run --output into no folder" '--output: cannot write .*No such file'
+expect 6 "run --output onto a folder" "$run" "$model" "${small[@]}" --backend cpu --output "$folder/"
+says "run --output onto a folder" '--output: cannot write .*directory'
 expect 2 "more ranks than experts" "$run" "$model" "${small[@]}" --backend cpu --ep 9
 says "more ranks than experts" '--ep.* 9, .* 8 experts'
 expect 0 "run -h" "$run" -h

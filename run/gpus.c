@@ -53,7 +53,9 @@ static int answer(int fd, struct gpus *gpus) {
   for (size_t left = sizeof *gpus; left;) {
     struct pollfd wait = {fd, POLLIN, 0};
     const int64_t ms = deadline - deadline_now_ms();
-    if (ms <= 0 || (poll(&wait, 1, (int)ms) <= 0 && errno != EINTR)) return -1;
+    const int ready = ms > 0 ? poll(&wait, 1, (int)ms) : 0;
+    if (ready < 0 && errno == EINTR) continue; /* a read would wait without a bound */
+    if (ready <= 0) return -1;
     const ssize_t got = read(fd, at, left);
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) return -1;
@@ -79,7 +81,8 @@ void gpus_probe(struct gpus *gpus) {
   close(ends[1]);
   if (pid < 0 || answer(ends[0], gpus)) {
     memset(gpus, 0, sizeof *gpus);
-    snprintf(gpus->why, sizeof gpus->why, "the process that looks for GPUs gave no answer within %d s", PROBE_MS / 1000);
+    snprintf(gpus->why, sizeof gpus->why, "the process that looks for GPUs died, or gave no answer within %d s",
+             PROBE_MS / 1000);
     if (pid > 0) kill(pid, SIGKILL);
   }
   if (pid > 0) waitpid(pid, NULL, 0);

@@ -246,8 +246,8 @@ static void tell_difference(struct check *check, const struct sample *sample,
              one.element, REFERENCE_ELEMENT_MAX);
 }
 
-/* Rows beyond the bars are judged again by what roundings on the edge allow: some in ten thousand rows of a layer only 64
- * wide. Where more are beyond, it is not roundings. */
+/* With --allow-roundings, rows beyond the bars are judged again by what roundings on the edge allow: some in ten thousand
+ * rows of a layer only 64 wide. Where more are beyond, it is not roundings. */
 static moeflow_status allow_roundings(struct check *check, const struct reference_layer *layer, struct sample *sample) {
   const size_t h = (size_t)layer->hidden, k = (size_t)layer->top_k;
   const int most = 8 + sample->count / 64;
@@ -290,7 +290,7 @@ moeflow_status check_reference(struct check *check) {
     check->result->rel_l2_max = difference.l2; /* the figures told are those before any allowance */
     check->result->max_error_ratio = difference.element;
     check->result->rows_checked = sample.count;
-    status = allow_roundings(check, &layer, &sample);
+    if (setup->options.allow_roundings) status = allow_roundings(check, &layer, &sample);
   }
   if (status == MOEFLOW_OK) {
     reference_compare(sample.got, sample.want, sample.count, setup->model.spec.hidden, &difference);

@@ -142,6 +142,8 @@ static const struct option_row table[] = {
     {"check-rows", 0, OPTION_INTEGER, AT(check_rows), "N",
      "rows per rank that the reference computes from 512 tokens over all ranks up; default 64", .minimum = 1,
      .maximum = TOKENS_LIMIT},
+    {"allow-roundings", 0, OPTION_FLAG, AT(allow_roundings), NULL,
+     .help = "pass a row beyond the bars where activations on the edge between two bf16 values explain it, and count it"},
     {"experts", 0, OPTION_INTEGER, AT(experts), "N", "a scaled-down model with N experts", .minimum = 1,
      .maximum = SPEC_EXPERTS_MAX},
     {"cache", 0, OPTION_TEXT, AT(cache), "DIR",

@@ -36,6 +36,7 @@ struct options {
   uint64_t seed;
   struct options_routing routing;
   int64_t check_rows;
+  int64_t allow_roundings;
   int64_t reduce;  /* enum spec_reduce or OPTIONS_UNSET */
   int64_t combine; /* moeflow_combine */
   int64_t lanes, replays, threads;

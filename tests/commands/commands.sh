@@ -111,5 +111,25 @@ if [ $doctor -eq 0 ]; then
   expect 0 "verify, mended" "$gen" verify "${cache[@]}"
 fi
 
+# A narrow layer in which one activation lies between two bf16 values: beyond the bars, unless the user allows for that. The CPU
+# backend gives the same bits everywhere, so seed 6 does.
+cat >"$folder/narrow.yaml" <<'YAML'
+moeflow: 1
+name: narrow
+hidden: 64
+intermediate: 64
+experts: 8
+top_k: 2
+activation: swiglu
+router: {score: softmax, renormalize: true}
+weights: {dtype: bf16}
+YAML
+narrow=("$run" "$folder/narrow.yaml" --backend cpu --ep 1 --tokens 64 --seed 6 --check)
+expect 4 "a row beyond the bars" "${narrow[@]}"
+says "a row beyond the bars" 'rank 0 token 9 .*relative L2 of the row 0.00281'
+expect 0 "roundings allowed" "${narrow[@]}" --allow-roundings
+says "roundings allowed" ' 0.00281 .*ok, 1 row\(s\) on the edge of a rounding$'
+expect 4 "roundings do not explain other weights" "${narrow[@]}" --allow-roundings --reference-seed 7
+
 echo "$failures failures"
 [ $failures -eq 0 ]

@@ -8,7 +8,7 @@ install(TARGETS moeflow EXPORT moeflow-targets
 install(FILES ${CMAKE_SOURCE_DIR}/runtime/moeflow.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(TARGETS moeflow-gen moeflow-run RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/models/ DESTINATION ${CMAKE_INSTALL_DATADIR}/moeflow/models FILES_MATCHING PATTERN "*.yaml"
-        PATTERN tuned EXCLUDE)
+        PATTERN "*.tune")
 install(FILES ${CMAKE_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 
 set(_package ${CMAKE_INSTALL_LIBDIR}/cmake/MoeFlow)

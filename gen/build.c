@@ -9,7 +9,8 @@
 #include "pool.h"
 #include "progress.h"
 #include "status.h"
-#include "unit.h"
+#include "tune_find.h"
+#include "unit_entry.h"
 
 #define COMPILE_SECONDS_MAX 120
 #define LOCK_SECONDS_MAX 60 /* for another process that compiles the same variant */
@@ -28,6 +29,7 @@ struct build {
   struct model model;
   struct toolchain toolchain;
   struct store store;
+  struct tune_search tuned;
   struct units units;
   struct bill bill; /* of one rank, by --ep and --capacity */
   struct row *rows; /* one per unit */
@@ -48,65 +50,14 @@ _Static_assert(sizeof(struct task_result) <= sizeof(((struct pool_output *)0)->b
 
 /* ---- In a worker ---- */
 
-struct making {
-  const struct build *build;
-  const struct unit *unit;
-  char *log;
-};
-
-static moeflow_status check_shared(const struct unit *unit, const struct compile_result *result) {
-  int64_t dynamic = unit->draft->plan.variants[unit->variant].shared_bytes;
-  if (result->static_shared_bytes + dynamic > unit->arch->shared_bytes) {
-    return status_set(MOEFLOW_ERROR_INTERNAL,
-                      "%s takes %u static + %lld dynamic bytes of shared memory; %s has %d per block", unit->name,
-                      result->static_shared_bytes, (long long)dynamic, unit->arch->name, unit->arch->shared_bytes);
-  }
-  return MOEFLOW_OK;
-}
-
-/* Within one major version of CUDA, cubins run on that version's older drivers too, if those know the architecture. */
-static uint32_t minimum_driver(uint32_t nvrtc_version, const struct arch *arch) {
-  uint32_t major = nvrtc_version / 1000 * 1000;
-  return major > (uint32_t)arch->minimum_cuda ? major : (uint32_t)arch->minimum_cuda;
-}
-
-static void fill_facts(const struct unit *unit, const struct compile_result *result, struct entry_header *facts) {
-  const struct plan_variant *variant = &unit->draft->plan.variants[unit->variant];
-  memset(facts, 0, sizeof *facts);
-  snprintf(facts->arch, sizeof facts->arch, "%s", unit->arch->name);
-  emit_symbol(variant->kernel, facts->symbol);
-  facts->minimum_driver = minimum_driver(result->nvrtc_version, unit->arch);
-  facts->nvrtc_version = result->nvrtc_version;
-  facts->registers = result->registers;
-  facts->static_shared_bytes = result->static_shared_bytes;
-  facts->threads = (uint32_t)variant->threads;
-}
-
-static moeflow_status make(void *user, struct entry_header *facts, uint8_t **cubin, size_t *cubin_bytes) {
-  struct making *making = user;
-  const struct unit *unit = making->unit;
-  struct compile_result result;
-  moeflow_status status = unit_compile(&making->build->units, unit, &making->build->toolchain, &result);
-  if (status == MOEFLOW_OK) status = check_shared(unit, &result);
-  if (status == MOEFLOW_OK) {
-    fill_facts(unit, &result, facts);
-    *cubin = result.cubin;
-    *cubin_bytes = result.cubin_size;
-    result.cubin = NULL;
-  }
-  making->log = result.log;
-  result.log = NULL;
-  compile_free(&result);
-  return status;
-}
-
 static moeflow_status work(void *user, int task, struct pool_output *output) {
   struct build *build = user;
-  struct making making = {build, &build->units.units[build->missing[task]], NULL};
+  const struct unit *unit = &build->units.units[build->missing[task]];
   struct store_outcome outcome;
   struct task_result result;
   double start = progress_seconds();
-  moeflow_status status = store_obtain(&build->store, &making.unit->key, make, &making, LOCK_SECONDS_MAX, &outcome);
+  moeflow_status status =
+      unit_entry(&build->units, unit, &build->toolchain, &build->store, LOCK_SECONDS_MAX, &outcome, &output->log);
   memset(&result, 0, sizeof result);
   result.header = outcome.header;
   result.made = outcome.made;
@@ -114,7 +65,6 @@ static moeflow_status work(void *user, int task, struct pool_output *output) {
   snprintf(result.warning, sizeof result.warning, "%s", outcome.warning);
   memcpy(output->bytes, &result, sizeof result);
   output->size = sizeof result;
-  output->log = making.log;
   return status;
 }
 
@@ -202,12 +152,53 @@ static moeflow_status write_plans(struct build *build) {
   return MOEFLOW_OK;
 }
 
+/* ---- Tuned files ---- */
+
+static moeflow_status check_tuned(const struct build *build) {
+  const struct model *model = &build->model;
+  const int64_t rows = (int64_t)model->deploy.ep * model->deploy.capacity;
+  for (int a = 0; build->options->tuned_only && a < build->units.arch_count; a++) {
+    const struct plan_draft *draft = &build->units.drafts[a];
+    int bucket = plan_guessed_bucket(draft, rows);
+    char bound[24] = "more";
+    if (bucket < 0) continue;
+    if (draft->plan.buckets[bucket].rows_max)
+      snprintf(bound, sizeof bound, "up to %d", draft->plan.buckets[bucket].rows_max);
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "--tuned-only: nothing says what is best for %s received rows on %s (%s), and ep %d x capacity %d "
+                      "rows come; run: moeflow-gen sweep %s --dtype %s --ep %d",
+                      bound, draft->plan.arch, build->tuned.tune ? build->tuned.tune->path : "no tuned file",
+                      model->deploy.ep, model->deploy.capacity, build->options->model, spec_dtype_name(model->spec.dtype),
+                      model->deploy.ep);
+  }
+  return MOEFLOW_OK;
+}
+
+/* Once the cubins are there, and with them what compiled them. */
+static moeflow_status compare_tuned(struct build *build) {
+  struct tune_identity *here = &build->tuned.here;
+  char text[TUNE_DIFFERENCES_MAX];
+  if (!build->tuned.tune) return MOEFLOW_OK;
+  moeflow_status status = units_experts_digest(&build->units, here->templates);
+  for (int i = 0; i < build->units.count; i++) {
+    if (build->rows[i].state != ROW_MISSING) here->nvrtc = (int32_t)build->rows[i].header.nvrtc_version;
+  }
+  if (status == MOEFLOW_OK && tune_differs(build->tuned.tune, here, text)) {
+    fprintf(stderr, "moeflow-gen build: warning: %s was measured with other software (%s); used\n", build->tuned.tune->path,
+            text);
+  }
+  return status;
+}
+
 static moeflow_status run(struct build *build) {
   moeflow_status status = MOEFLOW_OK;
   const struct gen_options *options = build->options;
   CHECK(model_load(options->model, &options->overrides, &build->model));
   CHECK(model_buildable(&build->model));
-  CHECK(units_make(&build->model, options->templates, options->lineinfo != 0, &build->units));
+  CHECK(tune_find(options, &build->model, &build->tuned));
+  const struct plan_options plan = {.tune = build->tuned.tune, .packed = options->packed != 0};
+  CHECK(units_make(&build->model, &plan, options->templates, options->lineinfo != 0, &build->units));
+  CHECK(check_tuned(build));
   CHECK(bill_make(&build->model, &build->units.drafts[0].plan, &build->bill));
   CHECK(toolchain_find(&build->toolchain));
   CHECK(units_keys(&build->units, &build->toolchain));
@@ -216,8 +207,9 @@ static moeflow_status run(struct build *build) {
   if (!build->rows || !build->missing) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d variants", build->units.count);
   CHECK(store_open(options->cache, &build->store));
   look_up(build);
+  if (build->missing_count && !options->dry_run) CHECK(compile_missing(build));
+  CHECK(compare_tuned(build));
   if (options->dry_run) goto cleanup;
-  if (build->missing_count) CHECK(compile_missing(build));
   CHECK(write_plans(build));
 cleanup:
   build->seconds = progress_seconds() - build->start;
@@ -278,6 +270,7 @@ static void print_json(const struct build *build) {
   json_key(&json, "seconds"), json_double(&json, build->seconds);
   json_key(&json, "cache"), json_string(&json, build->store.path);
   json_key(&json, "dry_run"), json_bool(&json, build->options->dry_run != 0);
+  json_key(&json, "tuned"), json_string(&json, build->tuned.tune ? build->tuned.tune->path : NULL);
   json_key(&json, "toolchain"), json_string(&json, build->toolchain.identity);
   json_key(&json, "ep"), json_int(&json, build->model.deploy.ep);
   json_key(&json, "capacity"), json_int(&json, build->model.deploy.capacity);
@@ -297,7 +290,7 @@ static void print_json(const struct build *build) {
 }
 
 static void print_table(const struct build *build) {
-  printf("%-8s %-48s %-8s %9s %8s  %s\n", "arch", "unit", "state", "registers", "cubin B", "entry");
+  printf("%-8s %-72s %-8s %9s %8s  %s\n", "arch", "unit", "state", "registers", "cubin B", "entry");
   for (int i = 0; i < build->units.count; i++) {
     const struct unit *unit = &build->units.units[i];
     const struct row *row = &build->rows[i];
@@ -306,7 +299,7 @@ static void print_table(const struct build *build) {
       snprintf(registers, sizeof registers, "%u", row->header.registers);
       snprintf(bytes, sizeof bytes, "%llu", (unsigned long long)row->header.cubin_bytes);
     }
-    printf("%-8s %-48s %-8s %9s %8s  %.16s\n", unit->arch->name, unit->name, row_states[row->state], registers, bytes,
+    printf("%-8s %-72s %-8s %9s %8s  %.16s\n", unit->arch->name, unit->name, row_states[row->state], registers, bytes,
            unit->key.hash);
   }
   for (int a = 0; a < build->units.arch_count; a++) {
@@ -340,6 +333,7 @@ int command_build(const struct gen_options *options) {
   }
   store_close(&build->store);
   units_free(&build->units);
+  tune_search_free(&build->tuned);
   free(build->rows);
   free(build->missing);
   free(build);

@@ -12,9 +12,9 @@
 
 #define JOBS_MAX 256
 
-enum { BUILD = 1, EXPLAIN = 2, EMIT = 4, LIST = 8, VERIFY = 16, DOCTOR = 32, HELP = 64 };
+enum { BUILD = 1, EXPLAIN = 2, EMIT = 4, LIST = 8, VERIFY = 16, DOCTOR = 32, HELP = 64, SWEEP = 128 };
 #define MODEL (BUILD | EXPLAIN | EMIT) /* commands that read a model */
-#define CACHE (BUILD | EXPLAIN | LIST | VERIFY | DOCTOR)
+#define CACHE (BUILD | EXPLAIN | LIST | VERIFY | DOCTOR | SWEEP)
 
 static const struct option_choice formats[] = {{"table", FORMAT_TABLE}, {"json", FORMAT_JSON}, {NULL, 0}};
 static const struct option_choice explain_formats[] = {
@@ -23,25 +23,44 @@ static const struct option_choice explain_formats[] = {
 #define AT(field) offsetof(struct gen_options, field)
 static const struct option_row option_table[] = {
     {"dtype", 0, OPTION_TEXT, AT(overrides.dtype), "TYPE", "weights as bf16, fp8_w8a8 or fp8_w8a16, instead of the file's",
-     .scope = MODEL},
-    {"ep", 0, OPTION_INTEGER, AT(overrides.ep), "N", "ranks that share the experts", .scope = MODEL, .minimum = 1,
+     .scope = MODEL | SWEEP},
+    {"ep", 0, OPTION_INTEGER, AT(overrides.ep), "N", "ranks that share the experts", .scope = MODEL | SWEEP, .minimum = 1,
      .maximum = SPEC_EXPERTS_MAX},
     {"capacity", 0, OPTION_INTEGER, AT(overrides.capacity), "C", "most tokens a rank brings to a step", .scope = MODEL,
      .minimum = 1, .maximum = MODEL_CAPACITY_MAX},
-    {"experts", 0, OPTION_INTEGER, AT(overrides.experts), "N", "a scaled-down model with N experts", .scope = MODEL,
+    {"experts", 0, OPTION_INTEGER, AT(overrides.experts), "N", "a scaled-down model with N experts", .scope = MODEL | SWEEP,
      .minimum = 1, .maximum = SPEC_EXPERTS_MAX},
     {"reduce", 0, OPTION_TEXT, AT(overrides.reduce), "WHERE",
      "owner or choices: where a token's choices are summed, instead of the file's", .scope = MODEL},
-    {"arch", 0, OPTION_TEXT, AT(overrides.arch), "LIST", "targets, such as sm_90a or sm_90a,sm_100a", .scope = MODEL},
+    {"arch", 0, OPTION_TEXT, AT(overrides.arch), "LIST", "targets, such as sm_90a or sm_90a,sm_100a",
+     .scope = MODEL | SWEEP},
     {"cache", 0, OPTION_TEXT, AT(cache), "DIR", "cache directory", .scope = CACHE},
-    {"jobs", 'j', OPTION_INTEGER, AT(jobs), "N", "compiler processes at a time; default: the CPUs", .scope = BUILD,
+    {"jobs", 'j', OPTION_INTEGER, AT(jobs), "N", "compiler processes at a time; default: the CPUs", .scope = BUILD | SWEEP,
      .minimum = 1, .maximum = JOBS_MAX},
     {"dry-run", 'n', OPTION_FLAG, AT(dry_run), NULL, "list what would be done, write nothing", .scope = BUILD},
     {"templates", 0, OPTION_TEXT, AT(templates), "DIR", "kernel templates to use instead of the built-in ones",
-     .scope = MODEL},
+     .scope = MODEL | SWEEP},
     {"output", 'o', OPTION_TEXT, AT(output), "DIR", "folder to write to", .scope = EMIT},
+    {"output", 'o', OPTION_TEXT, AT(output), "FILE", "tuned file; default: in tuned/ beside the model", .scope = SWEEP},
+    {"tokens", 0, OPTION_TEXT, AT(tokens), "LIST", "tokens a rank to tune for; default 1,2,4,8,16,32,64,128",
+     .scope = SWEEP},
+    {"device", 0, OPTION_TEXT, AT(device), "LIST", "GPUs that measure, such as 0,1; default 0", .scope = SWEEP},
+    {"time-limit", 0, OPTION_INTEGER, AT(time_limit), "SECONDS",
+     "begin nothing new after so long; default 240, with --exhaustive none", .scope = SWEEP, .minimum = 1,
+     .maximum = 1 << 20},
+    {"exhaustive", 0, OPTION_FLAG, AT(exhaustive), NULL, "measure every legal variant, not only the promising ones",
+     .scope = SWEEP},
+    {"log", 0, OPTION_TEXT, AT(log), "FILE", "what was measured; default: the tuned file's name with .log", .scope = SWEEP},
+    {"resume", 0, OPTION_FLAG, AT(resume), NULL, "use what the log has of this model, GPU and toolchain", .scope = SWEEP},
     {"digest", 0, OPTION_FLAG, AT(digest), NULL,
      "print one SHA-256 over all units and their templates, the same on every machine", .scope = EMIT},
+    {"tuned", 0, OPTION_TEXT, AT(tuned), "FILE",
+     "tuned file, or none; default: this GPU's in tuned/ beside the model, or installed", .scope = MODEL},
+    {"gpu", 0, OPTION_TEXT, AT(gpu), "NAME", "GPU whose tuned file is wanted, such as h200; default: the first one here",
+     .scope = BUILD | EXPLAIN},
+    {"tuned-only", 0, OPTION_FLAG, AT(tuned_only), NULL,
+     "refuse to build what no tuned file decides, up to ep x capacity rows", .scope = BUILD},
+    {"packed", 0, OPTION_FLAG, AT(packed), NULL, "kernels for packed weights, too", .scope = MODEL | SWEEP},
     {"lineinfo", 0, OPTION_FLAG, AT(lineinfo), NULL, "put source lines into the cubins, for profilers; part of their keys",
      .scope = BUILD},
     {"format", 0, OPTION_CHOICE, AT(format), "table|json", "of the result", .scope = (MODEL | CACHE) & ~EXPLAIN,
@@ -56,6 +75,7 @@ static const struct gen_command commands[] = {
     {"build", "MODEL.yaml", "compile the cubins that a model needs into the cache", BUILD, command_build},
     {"explain", "MODEL.yaml", "show rows, memory, kernel variants and why; compare with the cache", EXPLAIN,
      command_explain},
+    {"sweep", "MODEL.yaml", "measure on a GPU which kernel variants are fastest", SWEEP, command_sweep},
     {"emit", "MODEL.yaml", "write the instantiated kernel sources", EMIT, command_emit},
     {"list", NULL, "show what the cache holds", LIST, command_list},
     {"verify", NULL, "check every byte of the cache", VERIFY, command_verify},

@@ -14,11 +14,21 @@ struct gen_options {
   struct model_overrides overrides; /* --dtype --ep --capacity --arch */
   const char *cache;                /* --cache DIR, NULL: the default directory */
   const char *templates;            /* --templates DIR, NULL: the embedded ones */
-  const char *output;               /* -o, --output */
+  const char *output;               /* -o, --output: emit's folder, sweep's file */
   int64_t jobs;                     /* --jobs, 0: the number of CPUs */
   int64_t dry_run;                  /* --dry-run */
   int64_t digest;                   /* emit --digest */
   int64_t lineinfo;                 /* build --lineinfo */
+  const char *tuned;                /* --tuned FILE, NULL: the one beside the model */
+  const char *gpu;                  /* --gpu NAME, NULL: the one here */
+  int64_t tuned_only;               /* build --tuned-only */
+  int64_t packed;                   /* --packed */
+  const char *tokens;               /* sweep --tokens LIST, NULL: the default ones */
+  const char *device;               /* sweep --device LIST, NULL: 0 */
+  const char *log;                  /* sweep --log FILE, NULL: beside the output */
+  int64_t time_limit;               /* sweep --time-limit, 0: the default */
+  int64_t exhaustive;               /* sweep --exhaustive */
+  int64_t resume;                   /* sweep --resume */
   int64_t format;                   /* --format, enum gen_format */
   int64_t help, version;
 };
@@ -39,6 +49,7 @@ int gen_options_parse(int argc, char **argv, struct gen_options *options, const 
 /* Each returns the process's exit code; results on stdout, progress and messages on stderr. The strings of `options` outlive
  * the call. Each is one row of the table in command.c. */
 int command_build(const struct gen_options *options);
+int command_sweep(const struct gen_options *options);
 int command_emit(const struct gen_options *options);
 int command_list(const struct gen_options *options);
 int command_verify(const struct gen_options *options);

@@ -8,6 +8,7 @@
 
 #define K(kernel) (1u << KERNEL_##kernel)
 #define COMBINES (K(COMBINE) | K(COMBINE_RING))
+#define EXPERTS (K(EXPERTS) | K(EXPERTS_STREAM))
 
 #define FIELD(field)                                     \
   static double value_##field(const struct spec *spec) { \
@@ -54,11 +55,13 @@ static const struct constant {
   unsigned kernels;
 } constants[] = {
     {"hidden", "int", value_hidden,
-     K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(DOWN) | K(IDENTITY) | K(OWNER_REDUCE) | COMBINES},
-    {"intermediate", "int", value_intermediate, K(GATE_UP) | K(DOWN)},
+     K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(DOWN) | EXPERTS | K(PACK_WEIGHTS) | K(IDENTITY) |
+         K(EXPERTS) | K(OWNER_REDUCE) | COMBINES},
+    {"intermediate", "int", value_intermediate, K(GATE_UP) | K(DOWN) | EXPERTS | K(PACK_WEIGHTS)},
     {"experts", "int", value_experts, K(ROUTER) | K(PACK)},
     {"top_k", "int", value_top_k,
-     K(ROUTER) | K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(IDENTITY) | K(OWNER_REDUCE) | COMBINES},
+     K(ROUTER) | K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | EXPERTS | K(IDENTITY) | K(OWNER_REDUCE) |
+         COMBINES},
     {"score", "int", value_score, K(ROUTER)},
     {"correction_bias", "int", value_correction_bias, K(ROUTER)},
     {"groups", "int", value_groups, K(ROUTER)},
@@ -66,10 +69,10 @@ static const struct constant {
     {"group_score", "int", value_group_score, K(ROUTER)},
     {"renormalize", "int", value_renormalize, K(ROUTER)},
     {"scale", "float", value_scale, K(ROUTER)},
-    {"activation", "int", value_activation, K(GATE_UP)},
-    {"activation_limit", "float", value_activation_limit, K(GATE_UP)},
-    {"return_fp32", "int", value_return_fp32, K(OWNER_REDUCE) | COMBINES},
-    {"reduce_choices", "int", value_reduce_choices, K(OWNER_REDUCE) | COMBINES},
+    {"activation", "int", value_activation, K(GATE_UP) | EXPERTS},
+    {"activation_limit", "float", value_activation_limit, K(GATE_UP) | EXPERTS},
+    {"return_fp32", "int", value_return_fp32, K(EXPERTS) | K(OWNER_REDUCE) | COMBINES},
+    {"reduce_choices", "int", value_reduce_choices, K(EXPERTS) | K(OWNER_REDUCE) | COMBINES},
     {"output_scale", "float", value_output_scale, COMBINES},
 };
 
@@ -103,21 +106,33 @@ static void put_constant(struct writer *writer, const struct constant *constant,
   put(writer, "  static constexpr float %s = %s%sf;\n", constant->name, number, strpbrk(number, ".e") ? "" : ".0");
 }
 
-static void put_variant(struct writer *writer, const struct plan_variant *variant, const struct variant_depth *depth) {
-  put(writer, "struct Variant {\n  static constexpr int threads = %d;\n", variant->threads);
-  if (variant->tile_tokens) {
-    put(writer, "  static constexpr int tile_tokens = %d;\n", variant->tile_tokens);
-    put(writer, "  static constexpr int tile_rows = %d;\n", variant->tile_rows);
-    put(writer, "  static constexpr int tile_depth = %d;\n", depth->tile_depth);
-    put(writer, "  static constexpr int stages = %d;\n", depth->stages);
-  }
+static int is_experts(int32_t kernel) {
+  return (1u << kernel & (EXPERTS)) != 0;
+}
+
+static void put_variant(struct writer *writer, const struct plan_variant *variant) {
+  const struct {
+    const char *name;
+    int32_t value;
+  } rows[] = {{"threads", variant->threads},       {"tile_tokens", variant->tile_tokens}, {"tile_rows", variant->tile_rows},
+              {"tile_depth", variant->tile_depth}, {"stages", variant->stages},           {"parts", variant->parts},
+              {"residency", variant->residency}};
+  int count = is_experts(variant->kernel) ? 7 : plan_is_gemm(variant->kernel) ? 5 : 1;
+  put(writer, "struct Variant {\n");
+  for (int i = 0; i < count; i++) put(writer, "  static constexpr int %s = %d;\n", rows[i].name, rows[i].value);
   put(writer, "};\n");
+}
+
+/* Kernels that share a parameter struct with another. */
+static const char *params_name(int32_t kernel) {
+  if (kernel == KERNEL_COMBINE_RING) return kernel_names[KERNEL_COMBINE];
+  if (kernel == KERNEL_EXPERTS_STREAM) return kernel_names[KERNEL_EXPERTS];
+  return kernel_names[kernel];
 }
 
 moeflow_status emit_unit(const struct plan_draft *draft, int index, char text[EMIT_TEXT_MAX]) {
   const struct plan_variant *variant = &draft->plan.variants[index];
   const char *name = kernel_names[variant->kernel];
-  const char *params = variant->kernel == KERNEL_COMBINE_RING ? "combine" : name; /* both combines take the same struct */
   struct writer writer = {text, 0, 0};
   put(&writer, "// moeflow_%s: one variant, made by moeflow-gen. The numbers are the model's and the variant's.\n", name);
   put(&writer, "#include \"%s.cuh\"\n\nstruct Model {\n", name);
@@ -125,26 +140,28 @@ moeflow_status emit_unit(const struct plan_draft *draft, int index, char text[EM
     if (constants[i].kernels & 1u << variant->kernel) put_constant(&writer, &constants[i], &draft->plan.spec);
   }
   put(&writer, "};\n");
-  put_variant(&writer, variant, &draft->depth[index]);
+  put_variant(&writer, variant);
   put(&writer,
-      "\nextern \"C\" __global__ void __launch_bounds__(%d, 1)\n"
+      "\nextern \"C\" __global__ void __launch_bounds__(%d, %d)\n"
       "moeflow_%s(const __grid_constant__ moeflow_%s_params params) {\n"
       "  moeflow::%s<Model, Variant>(params);\n"
       "}\n",
-      variant->threads, name, params, name);
+      variant->threads, variant->residency, name, params_name(variant->kernel), name);
   if (writer.full) return status_set(MOEFLOW_ERROR_INTERNAL, "the unit of %s is longer than %d bytes", name, EMIT_TEXT_MAX);
   return MOEFLOW_OK;
 }
 
 void emit_file_name(const struct plan_draft *draft, int index, char name[EMIT_NAME_MAX]) {
   const struct plan_variant *variant = &draft->plan.variants[index];
-  const struct variant_depth *depth = &draft->depth[index];
-  if (variant->tile_tokens) {
-    snprintf(name, EMIT_NAME_MAX, "%s_tokens%d_rows%d_depth%d_stages%d.cu", kernel_names[variant->kernel],
-             variant->tile_tokens, variant->tile_rows, depth->tile_depth, depth->stages);
-  } else {
-    snprintf(name, EMIT_NAME_MAX, "%s.cu", kernel_names[variant->kernel]);
+  char tiles[64] = "", blocks[32] = "";
+  if (plan_is_gemm(variant->kernel)) {
+    snprintf(tiles, sizeof tiles, "_tokens%d_rows%d_depth%d_stages%d", variant->tile_tokens, variant->tile_rows,
+             variant->tile_depth, variant->stages);
   }
+  if (is_experts(variant->kernel)) {
+    snprintf(blocks, sizeof blocks, "_parts%d_residency%d", variant->parts, variant->residency);
+  }
+  snprintf(name, EMIT_NAME_MAX, "%s%s%s.cu", kernel_names[variant->kernel], tiles, blocks);
 }
 
 void emit_symbol(int32_t kernel, char symbol[40]) {

@@ -6,6 +6,7 @@
 #include "command.h"
 #include "json.h"
 #include "status.h"
+#include "tune_find.h"
 #include "unit.h"
 
 static moeflow_status write_file(const char *folder, const char *name, const char *text, size_t size) {
@@ -65,16 +66,20 @@ static void print_result(const struct gen_options *options, const struct units *
 int command_emit(const struct gen_options *options) {
   moeflow_status status = MOEFLOW_OK;
   struct units units = {.count = 0};
+  struct tune_search tuned = {.tune = NULL};
   struct model model;
   if (!options->output && !options->digest) {
     FAIL(MOEFLOW_ERROR_ARGUMENT, "emit needs -o DIR for the sources, or --digest for their SHA-256 alone");
   }
   CHECK(model_load(options->model, &options->overrides, &model));
   CHECK(model_buildable(&model));
-  CHECK(units_make(&model, options->templates, 0, &units));
+  if (options->tuned) CHECK(tune_find(options, &model, &tuned)); /* none is looked for: the digest is the same everywhere */
+  const struct plan_options plan = {.tune = tuned.tune, .packed = options->packed != 0};
+  CHECK(units_make(&model, &plan, options->templates, 0, &units));
   if (options->output) CHECK(write_all(&units, options->output));
   print_result(options, &units);
 cleanup:
   units_free(&units);
+  tune_search_free(&tuned);
   return command_status(options, status);
 }

@@ -9,6 +9,7 @@
 #include "nearest.h"
 #include "number.h"
 #include "status.h"
+#include "tune_find.h"
 
 struct explanation {
   const struct gen_options *options;
@@ -17,6 +18,7 @@ struct explanation {
   struct bill bill;
   int planned;      /* there are kernels for this dtype */
   char reason[512]; /* why not, else why there are no keys, else "" */
+  struct tune_search tuned;
   struct units units;
   int keyed;
   struct store store;
@@ -49,7 +51,9 @@ static moeflow_status gather(struct explanation *x) {
   row_layout_return(&x->model.spec, &x->returned);
   x->planned = model_buildable(&x->model) == MOEFLOW_OK;
   if (x->planned) {
-    CHECK(units_make(&x->model, x->options->templates, 0, &x->units));
+    CHECK(tune_find(x->options, &x->model, &x->tuned));
+    const struct plan_options plan = {.tune = x->tuned.tune, .packed = x->options->packed != 0};
+    CHECK(units_make(&x->model, &plan, x->options->templates, 0, &x->units));
     CHECK(compare_with_cache(x));
   } else {
     snprintf(x->reason, sizeof x->reason, "%s", moeflow_last_error());
@@ -164,7 +168,14 @@ static void print_build_line(const struct explanation *x, const char *arch) {
   const struct gen_options *options = x->options;
   char line[MODEL_BUILD_LINE_MAX];
   model_build_line(options->model, &options->overrides, arch, options->cache, line);
-  printf("  run: %s%s%s\n", line, options->templates ? " --templates " : "", options->templates ? options->templates : "");
+  const struct {
+    const char *option, *value;
+  } rows[] = {{"--templates", options->templates}, {"--tuned", options->tuned}, {"--gpu", options->gpu}};
+  printf("  run: %s%s", line, options->packed ? " --packed" : "");
+  for (int i = 0; i < 3; i++) {
+    if (rows[i].value) printf(" %s %s", rows[i].option, rows[i].value);
+  }
+  putchar('\n');
 }
 
 static void print_nearest(const struct explanation *x, int arch) {
@@ -180,8 +191,13 @@ static void print_nearest(const struct explanation *x, int arch) {
       printf("  ready: %s%s\n", nearest->plan->file, x->keyed ? "" : " (not compared with the templates: no NVRTC)");
       return;
     case NEAREST_STALE:
-      printf("  stale: %s; %d of %d variants are missing, damaged, or made from other templates or by another NVRTC\n",
-             nearest->plan->file, nearest->differing, plan->variant_count);
+      printf("  stale: %s; ", nearest->plan->file);
+      if (nearest->differing) {
+        printf("%d of %d variants are missing, damaged, or made from other templates or by another NVRTC\n",
+               nearest->differing, plan->variant_count);
+      } else {
+        printf("its variants serve other sizes: built with another tuned file, or with none\n");
+      }
       break;
     case NEAREST_OTHER:
       printf("  not there; the nearest of %d plans is %s, which differs in %d field%s:\n", x->catalog.plan_names.count,
@@ -283,6 +299,48 @@ static void json_field(void *user, const char *key, const char *cached, const ch
   json_object_end(json);
 }
 
+static void json_number_or_null(struct json *json, const char *key, int32_t number, int32_t none) {
+  json_key(json, key);
+  if (number == none) {
+    json_null(json);
+  } else {
+    json_int(json, number);
+  }
+}
+
+static void json_measurement(struct json *json, const struct tune_line *line) {
+  json_object(json);
+  json_key(json, "rows"), json_int(json, line->rows);
+  json_key(json, "kernel"), json_string(json, tune_kernel_name(line->kernel));
+  json_key(json, "us"), json_double(json, line->us);
+  json_key(json, "default_us"), json_double(json, line->default_us);
+  json_key(json, "gap_percent"), json_double(json, line->gap);
+  json_key(json, "ci_percent"), json_array(json);
+  json_double(json, line->gap_low), json_double(json, line->gap_high);
+  json_array_end(json);
+  json_key(json, "runner_up"), json_string(json, line->runner_up[0] ? line->runner_up : NULL);
+  json_object_end(json);
+}
+
+static void json_bucket(struct json *json, const struct plan_bucket *bucket, const struct bucket_reason *reason) {
+  static const char *const sources[] = {[BUCKET_DEFAULT] = "default", [BUCKET_TUNED] = "tuned", [BUCKET_ONLY] = "only"};
+  json_object(json);
+  json_number_or_null(json, "rows_max", bucket->rows_max, 0);
+  json_key(json, "gate_up"), json_int(json, bucket->gate_up);
+  json_key(json, "down"), json_int(json, bucket->down);
+  json_number_or_null(json, "experts", bucket->experts, PLAN_NONE);
+  json_number_or_null(json, "experts_stream", bucket->experts_stream, PLAN_NONE);
+  json_key(json, "source"), json_string(json, sources[reason->source]);
+  json_key(json, "note"), json_string(json, reason->note[0] ? reason->note : NULL);
+  json_key(json, "measured");
+  if (reason->source == BUCKET_TUNED) {
+    json_measurement(json, &reason->line);
+  } else {
+    json_null(json);
+  }
+  json_object_end(json);
+}
+
 static void json_plan(struct json *json, const struct explanation *x, int arch) {
   static const char *const states[] = {"ready", "stale", "missing", "missing"};
   const struct plan *plan = &x->units.drafts[arch].plan;
@@ -297,19 +355,17 @@ static void json_plan(struct json *json, const struct explanation *x, int arch) 
     json_key(json, "entry"), json_string(json, x->keyed ? variant->entry : NULL);
     json_key(json, "tile_tokens"), json_int(json, variant->tile_tokens);
     json_key(json, "tile_rows"), json_int(json, variant->tile_rows);
+    json_key(json, "tile_depth"), json_int(json, variant->tile_depth);
+    json_key(json, "stages"), json_int(json, variant->stages);
+    json_key(json, "parts"), json_int(json, variant->parts);
+    json_key(json, "residency"), json_int(json, variant->residency);
     json_key(json, "threads"), json_int(json, variant->threads);
     json_key(json, "shared"), json_int(json, variant->shared_bytes);
     json_object_end(json);
   }
   json_array_end(json);
   json_key(json, "buckets"), json_array(json);
-  for (int i = 0; i < plan->bucket_count; i++) {
-    json_object(json);
-    json_key(json, "rows_max"), plan->buckets[i].rows_max ? json_int(json, plan->buckets[i].rows_max) : json_null(json);
-    json_key(json, "gate_up"), json_int(json, plan->buckets[i].gate_up);
-    json_key(json, "down"), json_int(json, plan->buckets[i].down);
-    json_object_end(json);
-  }
+  for (int i = 0; i < plan->bucket_count; i++) json_bucket(json, &plan->buckets[i], &x->units.drafts[arch].reasons[i]);
   json_array_end(json);
   json_key(json, "cached"), json_string(json, x->no_cache[0] ? NULL : states[nearest->state]);
   json_key(json, "nearest"), json_string(json, nearest->plan ? nearest->plan->file : NULL);
@@ -336,6 +392,7 @@ static void print_json(const struct explanation *x) {
   json_row(&json, "returned_row", &x->returned);
   json_bill(&json, &x->bill);
   json_key(&json, "cache"), json_string(&json, x->planned && !x->no_cache[0] ? x->store.path : NULL);
+  json_key(&json, "tuned"), json_string(&json, x->tuned.tune ? x->tuned.tune->path : NULL);
   json_key(&json, "plans"), json_array(&json);
   for (int i = 0; i < x->units.arch_count; i++) json_plan(&json, x, i);
   json_array_end(&json);
@@ -368,6 +425,7 @@ int command_explain(const struct gen_options *options) {
   catalog_free(&x->catalog);
   store_close(&x->store);
   units_free(&x->units);
+  tune_search_free(&x->tuned);
   free(x);
   return command_status(options, status);
 }

@@ -1,4 +1,5 @@
 #include <stdio.h>
+#include <string.h>
 
 #include "catalog.h"
 #include "command.h"
@@ -93,6 +94,8 @@ static int rebuild_line(const struct catalog_plan *item, const char *cache, char
   if (!item->missing) return 0;
   snprintf(path, sizeof path, "models/%s.yaml", spec->name);
   model_build_line(path, &overrides, item->plan.arch, cache, line);
+  if (plan_variant(&item->plan, KERNEL_EXPERTS_STREAM, 0))
+    strncat(line, " --packed", MODEL_BUILD_LINE_MAX - strlen(line) - 1);
   return 1;
 }
 

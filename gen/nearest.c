@@ -38,6 +38,11 @@ static int differing_variants(const struct plan *cached, const struct plan *want
   return differing;
 }
 
+static int buckets_differ(const struct plan *a, const struct plan *b) {
+  return a->bucket_count != b->bucket_count ||
+         memcmp(a->buckets, b->buckets, (size_t)a->bucket_count * sizeof a->buckets[0]) != 0;
+}
+
 void nearest_find(const struct catalog *catalog, const struct plan *plan, int keyed, struct nearest *nearest) {
   *nearest = (struct nearest){.state = NEAREST_NOTHING, .differing = SPEC_FIELDS + 2};
   for (int i = 0; i < catalog->plan_names.count; i++) {
@@ -51,5 +56,7 @@ void nearest_find(const struct catalog *catalog, const struct plan *plan, int ke
   if (nearest->differing > 0) return;
   nearest->differing = keyed ? differing_variants(&nearest->plan->plan, plan) : 0;
   if (nearest->plan->missing > nearest->differing) nearest->differing = nearest->plan->missing;
-  nearest->state = nearest->differing || nearest->plan->fault[0] ? NEAREST_STALE : NEAREST_READY;
+  nearest->state = nearest->differing || nearest->plan->fault[0] || buckets_differ(&nearest->plan->plan, plan)
+                       ? NEAREST_STALE
+                       : NEAREST_READY;
 }

@@ -9,7 +9,8 @@
 
 enum nearest_state {
   NEAREST_READY,  /* the very plan, and all its entries */
-  NEAREST_STALE,  /* same spec and arch, but entries of other templates or of another toolchain, or damaged ones */
+  NEAREST_STALE,  /* same spec and arch, but entries of other templates or of another toolchain, damaged ones, or other
+                     buckets */
   NEAREST_OTHER,  /* no plan of this spec and arch; `plan` has the fewest differing fields */
   NEAREST_NOTHING /* no plan at all */
 };
@@ -17,7 +18,7 @@ enum nearest_state {
 struct nearest {
   enum nearest_state state;
   const struct catalog_plan *plan; /* NULL for NEAREST_NOTHING */
-  int differing;                   /* STALE: variants; OTHER: fields, the arch among them */
+  int differing;                   /* STALE: variants, 0 if only buckets differ; OTHER: fields, the arch among them */
 };
 
 /* `keyed`: the draft's entry hashes are known (there is a toolchain). */

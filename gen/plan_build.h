@@ -5,22 +5,50 @@
 
 #include <stdio.h>
 
-#include "plan.h"
+#include "tune.h"
 
-struct variant_depth { /* of a GEMM, what only its source text needs; 0 for the other kernels */
-  int32_t tile_depth;  /* bf16 columns of one stage */
-  int32_t stages;
+struct plan_candidate { /* a variant of KERNEL_EXPERTS or KERNEL_EXPERTS_STREAM */
+  int32_t kernel;
+  struct experts_shape shape;
+};
+
+struct plan_options {
+  const struct tune *tune;                 /* what was measured, of this spec; used for its arch alone. NULL: defaults */
+  int packed;                              /* experts_stream and pack_weights, too */
+  const struct plan_candidate *candidates; /* variants beside those that buckets use: for `sweep` */
+  int candidate_count;
+};
+
+enum bucket_source {
+  BUCKET_DEFAULT,
+  BUCKET_TUNED,
+  BUCKET_ONLY /* gate_up and down serve all of it: there is no other kernel for so many rows, this arch or this model */
+};
+
+struct bucket_reason {
+  int32_t rows_per_expert; /* most expected ones, 0 = no bound */
+  enum bucket_source source;
+  struct tune_line line; /* TUNED: what says so */
+  char note[128];        /* why a line for it was not used, "" */
 };
 
 struct plan_draft { /* a plan whose entries have no hashes yet */
   struct plan plan;
-  struct variant_depth depth[PLAN_VARIANTS_MAX];
+  struct bucket_reason reasons[PLAN_BUCKETS_MAX];
   int32_t shared_max; /* the arch's dynamic shared memory per block */
 };
 
-/* MOEFLOW_ERROR_UNSUPPORTED for a dtype without kernels, MOEFLOW_ERROR_ARGUMENT for an unknown arch. */
-moeflow_status plan_build(const struct spec *spec, const char *arch, struct plan_draft *draft);
+/* `options` may be NULL. MOEFLOW_ERROR_UNSUPPORTED for a dtype without kernels, MOEFLOW_ERROR_ARGUMENT for an unknown arch
+ * or more variants than a plan holds, MOEFLOW_ERROR_FORMAT for a tuned shape that this model cannot have. */
+moeflow_status plan_build(const struct spec *spec, const char *arch, const struct plan_options *options,
+                          struct plan_draft *draft);
 
-/* Two tables: the variants, and the buckets with the reason of each. */
+/* The number of the variant among those of its kernel, PLAN_NONE when the plan has none like it. */
+int32_t plan_find_experts(const struct plan *plan, int32_t kernel, const struct experts_shape *shape);
+
+/* The first bucket for at most `rows` received rows whose kernel was chosen without a measurement, -1: there is none. */
+int plan_guessed_bucket(const struct plan_draft *draft, int64_t rows);
+
+/* Tables: the variants, the space they come from, and the buckets with the reason of each. */
 void plan_print(const struct plan_draft *draft, FILE *file);
 #endif

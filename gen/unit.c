@@ -1,5 +1,6 @@
 #include "unit.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,7 +14,8 @@ static moeflow_status make_unit(const struct units *units, struct unit *unit) {
   return templates_included(&units->templates, unit->text, unit->name, unit->included, &unit->included_count);
 }
 
-moeflow_status units_make(const struct model *model, const char *template_folder, int lineinfo, struct units *units) {
+moeflow_status units_make(const struct model *model, const struct plan_options *options, const char *template_folder,
+                          int lineinfo, struct units *units) {
   moeflow_status status = MOEFLOW_OK;
   const struct model_deploy *deploy = &model->deploy;
   memset(units, 0, sizeof *units);
@@ -24,7 +26,7 @@ moeflow_status units_make(const struct model *model, const char *template_folder
   if (!units->drafts || !units->units) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d plans", deploy->arch_count);
   for (int a = 0; a < deploy->arch_count; a++) {
     struct plan_draft *draft = &units->drafts[a];
-    CHECK(plan_build(&model->spec, deploy->arch[a]->name, draft));
+    CHECK(plan_build(&model->spec, deploy->arch[a]->name, options, draft));
     compile_options_for(deploy->arch[a]->name, lineinfo, &units->options[a]);
     for (int v = 0; v < draft->plan.variant_count; v++) {
       struct unit *unit = &units->units[units->count++];
@@ -78,6 +80,30 @@ void units_templates(const struct units *units, char used[TEMPLATES_MAX]) {
   }
 }
 
+static void add_template(struct sha256 *hash, const struct template_file *file) {
+  sha256_add(hash, file->name, strlen(file->name) + 1);
+  sha256_add(hash, file->hash, sizeof file->hash);
+}
+
+moeflow_status units_experts_digest(const struct units *units, char hex[65]) {
+  static const int kernels[] = {KERNEL_GATE_UP, KERNEL_DOWN, KERNEL_EXPERTS, KERNEL_EXPERTS_STREAM};
+  struct sha256 hash;
+  uint8_t digest[32];
+  int included[TEMPLATES_MAX], count;
+  char text[256];
+  size_t used = 0;
+  for (int i = 0; i < 4; i++) {
+    used += (size_t)snprintf(text + used, sizeof text - used, "#include \"%s.cuh\"\n", kernel_names[kernels[i]]);
+  }
+  moeflow_status status = templates_included(&units->templates, text, "the experts", included, &count);
+  if (status != MOEFLOW_OK) return status;
+  sha256_begin(&hash);
+  for (int i = 0; i < count; i++) add_template(&hash, &units->templates.files[included[i]]);
+  sha256_end(&hash, digest);
+  sha256_hex(digest, hex);
+  return MOEFLOW_OK;
+}
+
 void units_digest(const struct units *units, char hex[65]) {
   struct sha256 hash;
   uint8_t digest[32];
@@ -91,10 +117,7 @@ void units_digest(const struct units *units, char hex[65]) {
   }
   units_templates(units, used);
   for (int t = 0; t < units->templates.count; t++) {
-    const struct template_file *file = &units->templates.files[t];
-    if (!used[t]) continue;
-    sha256_add(&hash, file->name, strlen(file->name) + 1);
-    sha256_add(&hash, file->hash, sizeof file->hash);
+    if (used[t]) add_template(&hash, &units->templates.files[t]);
   }
   sha256_end(&hash, digest);
   sha256_hex(digest, hex);

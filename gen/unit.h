@@ -25,8 +25,10 @@ struct units {
   int count;
 };
 
-/* Plans and emits for every arch of model->deploy. units_free, also after an error. */
-moeflow_status units_make(const struct model *model, const char *template_folder, int lineinfo, struct units *units);
+/* Plans and emits for every arch of model->deploy; `options`, which may be NULL, are plan_build's. units_free, also after an
+ * error. */
+moeflow_status units_make(const struct model *model, const struct plan_options *options, const char *template_folder,
+                          int lineinfo, struct units *units);
 
 /* Fills the keys and the drafts' entry hashes. */
 moeflow_status units_keys(struct units *units, const struct toolchain *toolchain);
@@ -38,6 +40,9 @@ moeflow_status unit_compile(const struct units *units, const struct unit *unit, 
 /* One SHA-256 over every unit's text and every template that one includes: 64 hex digits. No machine, path or toolchain in
  * it. */
 void units_digest(const struct units *units, char hex[65]);
+
+/* One SHA-256 over the templates that compute experts, of whatever variant: what a tuned file was measured with. */
+moeflow_status units_experts_digest(const struct units *units, char hex[65]);
 
 /* Marks the templates that any unit includes. */
 void units_templates(const struct units *units, char used[TEMPLATES_MAX]);

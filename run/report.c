@@ -1,6 +1,5 @@
 #include "report.h"
 
-#include <ctype.h>
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -10,9 +9,8 @@
 #include "entry.h"
 #include "json.h"
 #include "nccl_library.h"
+#include "provenance.h"
 #include "sha256.h"
-
-extern char **environ;
 
 /* ---- Facts ---- */
 
@@ -171,33 +169,13 @@ static void json_verdict(struct json *json, const char *key, int32_t verdict) {
   }
 }
 
-/* "h200x2" from "NVIDIA H200"; "cpu". Never the host's name. */
-static void machine_name(const struct setup *setup, const struct report_facts *facts, char name[128]) {
-  const char *gpu = facts->gpus[0].name;
-  const int gpus = setup->ranks == RANKS_THREADS ? 1 : setup->ep;
-  int length = 0;
+/* "h200x2", or "cpu". */
+static void machine_name(const struct setup *setup, const struct report_facts *facts, char name[PROVENANCE_MACHINE_MAX]) {
   if (setup->backend == MOEFLOW_BACKEND_CPU) {
-    snprintf(name, 128, "cpu");
-    return;
+    snprintf(name, PROVENANCE_MACHINE_MAX, "cpu");
+  } else {
+    provenance_machine(facts->gpus[0].name, setup->ranks == RANKS_THREADS ? 1 : setup->ep, name);
   }
-  if (strncmp(gpu, "NVIDIA ", 7) == 0) gpu += 7;
-  for (; *gpu && length < 100; gpu++)
-    name[length++] = isalnum((unsigned char)*gpu) ? (char)tolower((unsigned char)*gpu) : '-';
-  snprintf(name + length, 128 - (size_t)length, "x%d", gpus);
-}
-
-static void write_command(const struct setup *setup, struct json *json) {
-  size_t bytes = 1;
-  for (int i = 0; i < setup->argc; i++) bytes += strlen(setup->argv[i]) + 1;
-  char *command = calloc(1, bytes + 16);
-  if (!command) return;
-  strcpy(command, "moeflow-run");
-  for (int i = 1; i < setup->argc; i++) {
-    strcat(command, " ");
-    strcat(command, setup->argv[i]);
-  }
-  json_text(json, "command", command);
-  free(command);
 }
 
 static void write_gpus(const struct setup *setup, const struct report_facts *facts, struct json *json) {
@@ -206,19 +184,6 @@ static void write_gpus(const struct setup *setup, const struct report_facts *fac
   json_array(json);
   for (int i = 0; i < gpus; i++) json_string(json, facts->gpus[i].name);
   json_array_end(json);
-}
-
-static void write_environment(struct json *json) {
-  json_key(json, "nccl_environment");
-  json_object(json);
-  for (char **variable = environ; *variable; variable++) {
-    char name[128];
-    const char *equals = strchr(*variable, '=');
-    if (strncmp(*variable, "NCCL_", 5) != 0 || !equals || equals - *variable >= (int)sizeof name) continue;
-    snprintf(name, sizeof name, "%.*s", (int)(equals - *variable), *variable);
-    json_text(json, name, equals + 1);
-  }
-  json_object_end(json);
 }
 
 static void write_cubins(const struct setup *setup, const struct report_facts *facts, struct json *json) {
@@ -234,10 +199,7 @@ static void write_cubins(const struct setup *setup, const struct report_facts *f
     json_object_end(json);
   }
   json_array_end(json);
-  json_key(json, "toolchain");
-  char nvrtc[32];
-  snprintf(nvrtc, sizeof nvrtc, "NVRTC %d.%d", facts->nvrtc / 1000, facts->nvrtc % 1000 / 10);
-  json_string(json, facts->nvrtc ? nvrtc : NULL);
+  provenance_toolchain(facts->nvrtc, json);
 }
 
 static void version_text(int version, char text[32]) { /* NCCL: 22809 -> 2.28.9 */
@@ -246,7 +208,7 @@ static void version_text(int version, char text[32]) { /* NCCL: 22809 -> 2.28.9 
 
 static void write_header(const struct setup *setup, const struct report_facts *facts, struct json *json) {
   const struct spec *spec = &setup->model.spec;
-  char machine[128], nccl_text[32];
+  char machine[PROVENANCE_MACHINE_MAX], nccl_text[32];
   machine_name(setup, facts, machine);
   version_text(facts->nccl, nccl_text);
   json_text(json, "schema", "moeflow-run/1");
@@ -254,7 +216,7 @@ static void write_header(const struct setup *setup, const struct report_facts *f
   json_key(json, "git");
   json_raw(json, moeflow_build_info());
   json_text(json, "machine", setup->options.machine ? setup->options.machine : machine);
-  write_command(setup, json);
+  provenance_command("moeflow-run", setup->argc, setup->argv, json);
   json_key(json, "seed");
   char seed[32];
   snprintf(seed, sizeof seed, "%llu", (unsigned long long)setup->options.seed);
@@ -273,7 +235,7 @@ static void write_header(const struct setup *setup, const struct report_facts *f
   write_gpus(setup, facts, json);
   json_number(json, "driver", setup->gpus.driver);
   json_text(json, "nccl", facts->nccl ? nccl_text : NULL);
-  write_environment(json);
+  provenance_environment(json);
   write_cubins(setup, facts, json);
 }
 

@@ -9,7 +9,7 @@ struct counts {
   int64_t chunks;
   int64_t tiles;
   int64_t activations; /* entries * I */
-  int64_t outputs;     /* entries * H */
+  int64_t outputs;     /* entries * H, for each part */
 };
 
 static void raise_to(int64_t *most, int64_t value) {
@@ -19,8 +19,26 @@ static void raise_to(int64_t *most, int64_t value) {
 static void count_tiles(const struct plan *plan, int64_t entries, int local_experts, int64_t *tiles) {
   raise_to(tiles, moeflow_tiles_max(entries, local_experts, SPEC_ONLY_TILE_TOKENS));
   for (int i = 0; i < plan->variant_count; i++) {
-    if (plan->variants[i].kernel != KERNEL_GATE_UP) continue;
+    if (!plan->variants[i].tile_tokens) continue;
     raise_to(tiles, moeflow_tiles_max(entries, local_experts, plan->variants[i].tile_tokens));
+  }
+}
+
+static void count_parts(const struct plan *plan, enum kernel_id kernel, int n, int64_t outputs, int64_t *most) {
+  const struct plan_variant *variant = plan_variant(plan, kernel, n);
+  if (variant) raise_to(most, variant->parts * outputs);
+}
+
+/* Every part of an entry has outputs of its own, and a bucket's variants have entries of its rows only. */
+static void count_outputs(const struct plan *plan, int64_t rows, int64_t *outputs) {
+  const int64_t row = (int64_t)plan->spec.top_k * plan->spec.hidden;
+  raise_to(outputs, rows * row);
+  for (int i = 0; i < plan->bucket_count; i++) {
+    const struct plan_bucket *bucket = &plan->buckets[i];
+    const int64_t served = bucket->rows_max && bucket->rows_max < rows ? bucket->rows_max : rows;
+    count_parts(plan, KERNEL_EXPERTS, bucket->experts, served * row, outputs);
+    count_parts(plan, KERNEL_EXPERTS_STREAM, bucket->experts_stream, served * row, outputs);
+    if (served == rows) break; /* no step has more */
   }
 }
 
@@ -34,7 +52,7 @@ static struct counts count(const struct moeflow_group *group) {
     raise_to(&most.choices, (int64_t)group->capacity * plan->spec.top_k);
     raise_to(&most.entries, entries);
     raise_to(&most.activations, entries * plan->spec.intermediate);
-    raise_to(&most.outputs, entries * plan->spec.hidden);
+    count_outputs(plan, rows, &most.outputs);
     count_tiles(plan, entries, group->local_experts_max, &most.tiles);
   }
   return most;
@@ -62,6 +80,7 @@ static void cut(const struct moeflow_group *group, struct group_lane *lane, stru
   const struct counts most = count(group);
   const int64_t ranks = group->ranks;
   const int two_sided = !group->comm->ops->one_sided;
+  const int64_t own = !group->workspace_of;
   const size_t row_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_DISPATCH);
   const size_t return_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_RETURN);
   lane->state = take(arena, 1, sizeof *lane->state);
@@ -83,8 +102,12 @@ static void cut(const struct moeflow_group *group, struct group_lane *lane, stru
   lane->positions = take(arena, most.entries, sizeof *lane->positions);
   lane->tiles = take(arena, most.tiles, sizeof *lane->tiles);
   lane->tile_count = take(arena, 1, sizeof *lane->tile_count);
-  lane->activations = take(arena, most.activations, sizeof *lane->activations);
-  lane->outputs = take(arena, most.outputs, sizeof *lane->outputs);
+  lane->activations = take(arena, own * most.activations, sizeof *lane->activations);
+  lane->outputs = take(arena, own * most.outputs, sizeof *lane->outputs);
+  lane->activations_max = most.activations;
+  lane->outputs_max = most.outputs;
+  lane->tiles_max = (int32_t)most.tiles;
+  lane->control = take(arena, (int64_t)sizeof *lane->control + 2 * most.tiles * (int64_t)sizeof(uint32_t), 1);
 }
 
 moeflow_status arena_bytes(const struct moeflow_group *group, size_t *bytes) {

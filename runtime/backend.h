@@ -7,6 +7,7 @@
 
 struct moeflow_context;
 struct moeflow_layer;
+struct moeflow_tensor_map;
 
 struct launch {
   const struct moeflow_layer *layer;  /* the CPU backend borrows weights through it; NULL for fill */
@@ -15,6 +16,17 @@ struct launch {
   int64_t blocks;                     /* grid.x; the CPU backend ignores it */
   void *params;                       /* the kernel's struct */
   void *stream;
+};
+
+#define TENSOR_DIMENSIONS_MAX 5
+
+/* bf16 in memory as a bulk tensor copy sees it, fastest dimension first; one copy takes `box` of each. */
+struct tensor_view {
+  const void *base;
+  int dimensions;
+  uint64_t size[TENSOR_DIMENSIONS_MAX];
+  uint64_t stride[TENSOR_DIMENSIONS_MAX - 1]; /* bytes, of all but the fastest dimension */
+  uint32_t box[TENSOR_DIMENSIONS_MAX];
 };
 
 struct backend {
@@ -36,6 +48,8 @@ struct backend {
   void (*leave)(struct moeflow_context *context);
   moeflow_status (*zero)(struct moeflow_context *context, void *memory, size_t bytes); /* NULL: memory is the host's */
   int (*capturing)(struct moeflow_context *context, void *stream);      /* the stream is being captured into a graph */
+  moeflow_status (*encode)(struct moeflow_context *context, const struct tensor_view *view,
+                           struct moeflow_tensor_map *map);             /* `map` is 64-byte aligned host memory */
 };
 extern const struct backend backend_cuda;
 extern const struct backend backend_cpu;

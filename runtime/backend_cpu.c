@@ -43,6 +43,7 @@ static moeflow_status cpu_open(struct moeflow_context *context) {
   struct cpu_state *state = calloc(1, sizeof *state);
   if (!state) return status_set(MOEFLOW_ERROR_MEMORY, "no memory for the CPU backend's state");
   state->cores = usable_cores();
+  context->multiprocessors = 1;
   pthread_mutex_init(&state->mutex, NULL);
   context->backend_state = state;
   return MOEFLOW_OK;

@@ -171,6 +171,7 @@ static moeflow_status cuda_open(struct moeflow_context *context) {
   CHECK(find_device(context, &state->device, &major, &minor));
   CHECK(check_driver(&context->plan));
   if (context->cache_fd < 0) FAIL(MOEFLOW_ERROR_CACHE, "there is no cache at %s", context->cache_path);
+  CHECK_CUDA(cuDeviceGetAttribute(&context->multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, state->device));
   CHECK_CUDA(cuDevicePrimaryCtxRetain(&state->context, state->device));
   state->retained = 1;
   CHECK(cuda_enter(context));
@@ -274,12 +275,66 @@ cleanup:
   return status;
 }
 
+/* ---- Tensor maps ---- */
+
+_Static_assert(sizeof(CUtensorMap) == sizeof(struct moeflow_tensor_map), "templates/abi.h and cuda.h differ on tensor maps");
+
+static moeflow_status cuda_encode(struct moeflow_context *context, const struct tensor_view *view,
+                                  struct moeflow_tensor_map *map) {
+  moeflow_status status = MOEFLOW_OK;
+  cuuint64_t size[TENSOR_DIMENSIONS_MAX], stride[TENSOR_DIMENSIONS_MAX];
+  cuuint32_t box[TENSOR_DIMENSIONS_MAX], step[TENSOR_DIMENSIONS_MAX];
+  (void)context;
+  if (!driver.cuTensorMapEncodeTiled) {
+    FAIL(MOEFLOW_ERROR_ENVIRONMENT,
+         "the driver (CUDA %d.%d) has no cuTensorMapEncodeTiled, which the experts kernel needs: install a newer NVIDIA "
+         "driver",
+         driver.version / 1000, driver.version % 1000 / 10);
+  }
+  for (int i = 0; i < view->dimensions; i++) {
+    size[i] = view->size[i];
+    box[i] = view->box[i];
+    step[i] = 1;
+    if (i + 1 < view->dimensions) stride[i] = view->stride[i];
+  }
+  /* Fetching 256 bytes for the 128 that a row's copy wants costs a tenth of the bandwidth: on an H200, copies of 64 rows
+   * read at 4.21 TB/s with it and 4.65 without (docs/findings.md). */
+  CHECK_CUDA(cuTensorMapEncodeTiled((CUtensorMap *)map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)view->dimensions,
+                                    (void *)(uintptr_t)view->base, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                    CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+cleanup:
+  return status;
+}
+
 /* ---- Launch ---- */
 
 static int cuda_capturing(struct moeflow_context *context, void *stream) {
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   (void)context;
   return driver.cuStreamIsCapturing((CUstream)stream, &capture) == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+/* The experts kernel may be set up while the kernel before it ends: it waits for that one itself. */
+static CUresult launch_kernel(const struct kernel *kernel, const struct launch *launch) {
+  void *arguments[] = {launch->params};
+  CUlaunchAttribute early = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                             .value.programmaticStreamSerializationAllowed = 1};
+  CUlaunchConfig config = {.gridDimX = (unsigned)launch->blocks,
+                           .gridDimY = 1,
+                           .gridDimZ = 1,
+                           .blockDimX = kernel->threads,
+                           .blockDimY = 1,
+                           .blockDimZ = 1,
+                           .sharedMemBytes = kernel->shared_bytes,
+                           .hStream = (CUstream)launch->stream,
+                           .attrs = &early,
+                           .numAttrs = 1};
+  if (launch->kernel == KERNEL_EXPERTS && driver.cuLaunchKernelEx) {
+    return driver.cuLaunchKernelEx(&config, kernel->function, arguments, NULL);
+  }
+  return driver.cuLaunchKernel(kernel->function, (unsigned)launch->blocks, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes,
+                               (CUstream)launch->stream, arguments, NULL);
 }
 
 static moeflow_status cuda_launch(struct moeflow_context *context, const struct launch *launch) {
@@ -291,9 +346,7 @@ static moeflow_status cuda_launch(struct moeflow_context *context, const struct 
          state->counts[launch->kernel], (long long)launch->blocks);
   }
   const struct kernel *kernel = &state->kernels[state->offsets[launch->kernel] + launch->variant];
-  void *arguments[] = {launch->params};
-  CUresult result = driver.cuLaunchKernel(kernel->function, (unsigned)launch->blocks, 1, 1, kernel->threads, 1, 1,
-                                          kernel->shared_bytes, (CUstream)launch->stream, arguments, NULL);
+  CUresult result = launch_kernel(kernel, launch);
   if (result != CUDA_SUCCESS) {
     status = status_prefix(driver_status(result, "cuLaunchKernel"),
                            "kernel %s, %lld blocks of %u threads with %u bytes of shared memory",
@@ -320,4 +373,5 @@ const struct backend backend_cuda = {
     .leave = cuda_leave,
     .zero = cuda_zero,
     .capturing = cuda_capturing,
+    .encode = cuda_encode,
 };

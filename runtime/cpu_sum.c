@@ -18,15 +18,19 @@ moeflow_status cpu_identity(const struct cpu_call *call, const void *params) {
 
 /* ---- Returned rows: FP32 or bf16 ---- */
 
-static void store_value(const struct spec *spec, uint8_t *row, int column, float value) {
-  if (spec->returned == SPEC_WIRE_FP32)
+static int returns_fp32(const struct spec *spec) {
+  return spec->returned == SPEC_WIRE_FP32;
+}
+
+static void store_value(int fp32, uint8_t *row, int column, float value) {
+  if (fp32)
     ((float *)row)[column] = value;
   else
     ((uint16_t *)row)[column] = cpu_to_bf16(value);
 }
 
 static float load_value(const struct spec *spec, const uint8_t *row, int column) {
-  return spec->returned == SPEC_WIRE_FP32 ? ((const float *)row)[column] : cpu_from_bf16(((const uint16_t *)row)[column]);
+  return returns_fp32(spec) ? ((const float *)row)[column] : cpu_from_bf16(((const uint16_t *)row)[column]);
 }
 
 /* ---- Owner ---- */
@@ -35,7 +39,16 @@ static uint8_t *return_row(const struct spec *spec, const struct moeflow_owner_r
   return p->out.targets[source] + source * p->out.block_bytes + row * cpu_return_row_bytes(spec);
 }
 
-static void reduce_owner(const struct spec *spec, const struct moeflow_owner_reduce_params *p, int64_t r, uint8_t *to) {
+/* The parts of one output, in order. */
+static float output_at(const struct spec *spec, const struct moeflow_owner_reduce_params *p, int32_t position, int column) {
+  const float *output = p->outputs + (int64_t)position * spec->hidden + column;
+  float sum = output[0];
+  for (int part = 1; part < p->parts; part++) sum += output[part * p->part_stride];
+  return sum;
+}
+
+static void reduce_owner(const struct spec *spec, const struct moeflow_owner_reduce_params *p, int64_t r, int fp32,
+                         uint8_t *to) {
   const int32_t *positions = p->positions + r * spec->top_k;
   float weights[MOEFLOW_CHOICES_MAX];
   memcpy(weights, cpu_row(spec, &p->in, r) + moeflow_row_weights_offset(spec->top_k), 4 * (size_t)spec->top_k);
@@ -43,9 +56,9 @@ static void reduce_owner(const struct spec *spec, const struct moeflow_owner_red
     float sum = 0;
     for (int k = 0; k < spec->top_k; k++) {
       if (positions[k] < 0) continue;
-      sum += weights[k] * p->outputs[(int64_t)positions[k] * spec->hidden + column];
+      sum += weights[k] * output_at(spec, p, positions[k], column);
     }
-    store_value(spec, to, column, sum);
+    store_value(fp32, to, column, sum);
   }
 }
 
@@ -55,8 +68,9 @@ static void return_choices(const struct spec *spec, const struct moeflow_owner_r
     const int32_t position = p->positions[r * spec->top_k + k];
     if (position < 0) continue;
     uint8_t *to = return_row(spec, p, source, r % p->in.rows * spec->top_k + k);
-    const float *value = p->outputs + (int64_t)position * spec->hidden;
-    for (int column = 0; column < spec->hidden; column++) store_value(spec, to, column, value[column]);
+    for (int column = 0; column < spec->hidden; column++) {
+      store_value(returns_fp32(spec), to, column, output_at(spec, p, position, column));
+    }
   }
 }
 
@@ -67,11 +81,12 @@ moeflow_status cpu_owner_reduce(const struct cpu_call *call, const void *params)
   for (int64_t r = 0; r < (int64_t)p->in.ranks * p->in.rows; r++) {
     int mine = 0;
     for (int k = 0; k < spec->top_k; k++) mine |= p->positions[r * spec->top_k + k] >= 0;
-    if (!mine) continue;
     if (spec->reduce == SPEC_REDUCE_CHOICES)
       return_choices(spec, p, r);
-    else
-      reduce_owner(spec, p, r, return_row(spec, p, (int)(r / p->in.rows), r % p->in.rows));
+    else if (p->write_empty)
+      reduce_owner(spec, p, r, 0, (uint8_t *)(uintptr_t)p->out.targets + r * spec->hidden * 2);
+    else if (mine)
+      reduce_owner(spec, p, r, returns_fp32(spec), return_row(spec, p, (int)(r / p->in.rows), r % p->in.rows));
   }
   return MOEFLOW_OK;
 }

@@ -42,21 +42,25 @@
   X(cuStreamIsCapturing)
 
 /* Absent from older drivers, or called by the tools alone; NULL when absent. */
-#define DRIVER_OPTIONAL(X)  \
-  X(cuFuncLoad)             \
-  X(cuDeviceTotalMem)       \
-  X(cuDeviceCanAccessPeer)  \
-  X(cuStreamBeginCapture)   \
-  X(cuStreamEndCapture)     \
-  X(cuGraphInstantiate)     \
-  X(cuGraphLaunch)          \
-  X(cuGraphUpload)          \
-  X(cuGraphDestroy)         \
-  X(cuGraphExecDestroy)     \
-  X(cuEventCreate)          \
-  X(cuEventDestroy)         \
-  X(cuEventRecord)          \
-  X(cuEventElapsedTime)
+#define DRIVER_OPTIONAL(X)                        \
+  X(cuFuncLoad)                                   \
+  X(cuLaunchKernelEx)          \
+  X(cuTensorMapEncodeTiled)                       \
+  X(cuDeviceTotalMem)                             \
+  X(cuDeviceCanAccessPeer)                        \
+  X(cuStreamBeginCapture)                         \
+  X(cuStreamEndCapture)                           \
+  X(cuGraphInstantiate)                           \
+  X(cuGraphLaunch)                                \
+  X(cuGraphUpload)                                \
+  X(cuGraphDestroy)                               \
+  X(cuGraphExecDestroy)                           \
+  X(cuEventCreate)                                \
+  X(cuEventDestroy)                               \
+  X(cuEventRecord)                                \
+  X(cuEventElapsedTime)                           \
+  X(cuOccupancyMaxActiveBlocksPerMultiprocessor)  \
+  X(cuStreamWaitValue32)
 
 struct driver {
 #define DRIVER_MEMBER(name) __typeof__(name) *name;

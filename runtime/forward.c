@@ -6,6 +6,7 @@
 #include "internal.h"
 
 #define ROUTER_THREADS 128
+#define REDUCE_THREADS 256
 #define IDENTITY_BLOCKS_MAX 1024
 
 /* What one step's kernels have in common. */
@@ -23,6 +24,10 @@ struct step {
   uint32_t row_flags;
   int64_t entries; /* ranks * R * K */
   struct plan_bucket bucket;
+  enum kernel_id kernel; /* what computes the experts: one of both forms of experts, or gate_up with down behind it */
+  int variant;           /* of `kernel` */
+  int tile_tokens;       /* of its lists */
+  int parts;             /* of its outputs */
   struct moeflow_rows_in in;
 };
 
@@ -32,18 +37,28 @@ static int64_t blocks_for(int64_t items, int64_t per_block) {
   return (items + per_block - 1) / per_block;
 }
 
-static int tile_tokens(const struct plan *plan, const struct plan_bucket *bucket) {
-  const struct plan_variant *variant = plan_variant(plan, KERNEL_GATE_UP, bucket->gate_up);
-  return variant ? variant->tile_tokens : SPEC_ONLY_TILE_TOKENS;
-}
-
 /* Blocks of a grouped GEMM with `columns` outputs a row: every tile there may be, times the blocks across its columns. */
 static int64_t gemm_blocks(const struct plan *plan, const struct plan_bucket *bucket, enum kernel_id kernel, int64_t entries,
                            int local_experts, int64_t columns) {
   const int number = kernel == KERNEL_GATE_UP ? bucket->gate_up : bucket->down;
   const struct plan_variant *variant = plan_variant(plan, kernel, number);
-  return moeflow_tiles_max(entries, local_experts, tile_tokens(plan, bucket)) *
+  return moeflow_tiles_max(entries, local_experts, variant ? variant->tile_tokens : SPEC_ONLY_TILE_TOKENS) *
          blocks_for(columns, variant ? variant->tile_rows : columns);
+}
+
+/* Tickets of an experts kernel, were all its down units cut into the smallest pieces: it counts them in int32. */
+static int64_t experts_tickets(const struct plan *plan, enum kernel_id kernel, int n, int64_t entries, int local_experts) {
+  const struct plan_variant *variant = plan_variant(plan, kernel, n);
+  if (!variant) return 0;
+  const int64_t up = blocks_for(2 * (int64_t)plan->spec.intermediate, variant->tile_rows);
+  const int64_t down = blocks_for(plan->spec.hidden, variant->tile_rows) * blocks_for(variant->tile_rows, MOEFLOW_UNIT_ROWS);
+  return moeflow_tiles_max(entries, local_experts, variant->tile_tokens) * (up + down * variant->parts);
+}
+
+static int64_t most_of(const int64_t *values, int count) {
+  int64_t most = 0;
+  for (int i = 0; i < count; i++) most = values[i] > most ? values[i] : most;
+  return most;
 }
 
 moeflow_status layer_check_grids(const struct moeflow_layer *layer, int tokens_max) {
@@ -52,16 +67,21 @@ moeflow_status layer_check_grids(const struct moeflow_layer *layer, int tokens_m
     rows = layer_rows(layer->group, tokens);
     const int64_t received = (int64_t)layer->group->ranks * rows, entries = received * plan->spec.top_k;
     const struct plan_bucket *bucket = plan_bucket_for(plan, received);
-    const int64_t up = gemm_blocks(plan, bucket, KERNEL_GATE_UP, entries, layer->local_experts, plan->spec.intermediate);
-    const int64_t down = gemm_blocks(plan, bucket, KERNEL_DOWN, entries, layer->local_experts, plan->spec.hidden);
+    const int64_t blocks[] = {
+        gemm_blocks(plan, bucket, KERNEL_GATE_UP, entries, layer->local_experts, plan->spec.intermediate),
+        gemm_blocks(plan, bucket, KERNEL_DOWN, entries, layer->local_experts, plan->spec.hidden),
+        experts_tickets(plan, KERNEL_EXPERTS, bucket->experts, entries, layer->local_experts),
+        experts_tickets(plan, KERNEL_EXPERTS_STREAM, bucket->experts_stream, entries, layer->local_experts),
+    };
     const int64_t counts = blocks_for(received, MOEFLOW_CHUNK_ROWS) * layer->local_experts;
     if (counts > MOEFLOW_ENTRIES_MAX) {
       return status_set(MOEFLOW_ERROR_UNSUPPORTED, "%d ranks x %d rows for %d local experts need %lld counts, more than %d",
                         layer->group->ranks, rows, layer->local_experts, (long long)counts, MOEFLOW_ENTRIES_MAX);
     }
-    if (up <= INT32_MAX && down <= INT32_MAX) continue;
+    const int64_t most = most_of(blocks, sizeof blocks / sizeof *blocks);
+    if (most <= INT32_MAX) continue;
     return status_set(MOEFLOW_ERROR_UNSUPPORTED, "%d ranks x %d rows need %lld blocks in one grid, more than 2^31 - 1",
-                      layer->group->ranks, rows, (long long)(up > down ? up : down));
+                      layer->group->ranks, rows, (long long)most);
   }
   return MOEFLOW_OK;
 }
@@ -154,9 +174,12 @@ static moeflow_status place_entries(const struct step *step) {
       .tile_count = step->lane->tile_count,
       .expert_load = step->layer->expert_load,
       .local_experts = step->layer->local_experts,
-      .tile_tokens = tile_tokens(&step->context->plan, &step->bucket),
+      .tile_tokens = step->tile_tokens,
   };
   const int64_t rows = (int64_t)step->group->ranks * step->rows;
+  step->lane->listed_layer = step->layer;
+  step->lane->listed_rows = step->rows;
+  step->lane->listed_tile_tokens = step->tile_tokens;
   return launch(step, KERNEL_EXPERT_PREPARE, 0, blocks_for(rows, MOEFLOW_CHUNK_ROWS), &params);
 }
 
@@ -167,10 +190,10 @@ static moeflow_status gate_up(const struct step *step) {
       .entries = step->lane->entries,
       .tiles = step->lane->tiles,
       .tile_count = step->lane->tile_count,
-      .weights = step->layer->gate_up,
-      .gate_row = step->layer->gate_row,
-      .up_row = step->layer->up_row,
-      .row_step = step->layer->row_step,
+      .weights = step->layer->weights.gate_up,
+      .gate_row = step->layer->weights.gate_row,
+      .up_row = step->layer->weights.up_row,
+      .row_step = step->layer->weights.row_step,
       .activations = step->lane->activations,
   };
   return launch(step, KERNEL_GATE_UP, step->bucket.gate_up,
@@ -185,13 +208,67 @@ static moeflow_status down(const struct step *step) {
       .activations = step->lane->activations,
       .tiles = step->lane->tiles,
       .tile_count = step->lane->tile_count,
-      .weights = step->layer->down,
+      .weights = step->layer->weights.down,
       .outputs = step->lane->outputs,
   };
   return launch(step, KERNEL_DOWN, step->bucket.down,
                 gemm_blocks(&step->context->plan, &step->bucket, KERNEL_DOWN, step->entries, step->layer->local_experts,
                             step->spec->hidden),
                 &params);
+}
+
+static int64_t part_stride(const struct step *step) {
+  return step->entries * step->spec->hidden;
+}
+
+/* The experts kernel adds a row's outputs itself, where something is to be added. */
+static int sums_itself(const struct step *step) {
+  const int measuring = (step->args->flags & MOEFLOW_FORWARD_EXPERTS) != 0;
+  return step->kernel == KERNEL_EXPERTS && step->layer->local_experts > 0 && !step->layer->separate_sums &&
+         !(step->args->flags & MOEFLOW_FORWARD_IDENTITY) && step->spec->reduce == SPEC_REDUCE_OWNER &&
+         (!measuring || step->args->out);
+}
+
+/* Where a step's weighted sums go: return rows, or with FORWARD_EXPERTS plain rows [ranks * R, H] bf16. */
+static struct moeflow_rows_out sums_out(const struct step *step) {
+  if (step->args->flags & MOEFLOW_FORWARD_EXPERTS) return (struct moeflow_rows_out){step->args->out, 0};
+  return (struct moeflow_rows_out){step->lane->return_targets, out_block_bytes(step, MOEFLOW_PHASE_RETURN)};
+}
+
+/* gate_up and down in one launch of as many blocks as the device holds: they deal out the work among themselves. */
+static moeflow_status experts(const struct step *step) {
+  const struct moeflow_layer *layer = step->layer;
+  const int packed = step->kernel == KERNEL_EXPERTS_STREAM;
+  const struct plan_variant *variant = plan_variant(&step->context->plan, step->kernel, step->variant);
+  struct moeflow_experts_params params = {
+      .lane = step->lane->state,
+      .in = step->in,
+      .entries = step->lane->entries,
+      .tiles = step->lane->tiles,
+      .tile_count = step->lane->tile_count,
+      .control = step->lane->control,
+      .activations = step->lane->activations,
+      .outputs = step->lane->outputs,
+      .part_stride = part_stride(step),
+      .tiles_max = step->lane->tiles_max,
+      .positions = step->lane->positions,
+      .out = sums_out(step),
+      .sum = sums_itself(step),
+      .write_empty = (step->args->flags & MOEFLOW_FORWARD_EXPERTS) != 0,
+  };
+  if (packed) {
+    params.gate_up_packed = layer->weights.gate_up;
+    params.down_packed = layer->weights.down;
+  } else {
+    params.gate_up = layer->maps->gate_up;
+    params.down = layer->maps->down;
+    params.up_first = layer->maps->up_first;
+  }
+  if (step->parts * params.part_stride > step->lane->outputs_max) {
+    return status_set(MOEFLOW_ERROR_INTERNAL, "%d parts of %lld outputs, and the lane was made for %lld", step->parts,
+                      (long long)params.part_stride, (long long)step->lane->outputs_max);
+  }
+  return launch(step, step->kernel, step->variant, (int64_t)step->context->multiprocessors * variant->residency, &params);
 }
 
 static moeflow_status identity(const struct step *step) {
@@ -210,8 +287,16 @@ static moeflow_status identity(const struct step *step) {
 static moeflow_status run_experts(const struct step *step) {
   if (step->layer->local_experts == 0) return MOEFLOW_OK; /* nothing can come here */
   if (step->args->flags & MOEFLOW_FORWARD_IDENTITY) return identity(step);
+  if (step->kernel != KERNEL_GATE_UP) return experts(step);
   moeflow_status status = gate_up(step);
   return status == MOEFLOW_OK ? down(step) : status;
+}
+
+/* A row's columns are spread over blocks: few rows alone would leave most of the device idle. */
+static int64_t reduce_blocks(const struct step *step) {
+  const struct plan_variant *variant = plan_variant(&step->context->plan, KERNEL_OWNER_REDUCE, 0);
+  return (int64_t)step->group->ranks * step->rows *
+         blocks_for(step->spec->hidden, 8 * (variant ? variant->threads : REDUCE_THREADS));
 }
 
 static moeflow_status reduce(const struct step *step) {
@@ -220,9 +305,13 @@ static moeflow_status reduce(const struct step *step) {
       .in = step->in,
       .positions = step->lane->positions,
       .outputs = step->lane->outputs,
-      .out = {step->lane->return_targets, out_block_bytes(step, MOEFLOW_PHASE_RETURN)},
+      .part_stride = part_stride(step),
+      .out = sums_out(step),
+      .parts = step->parts,
+      .write_empty = (step->args->flags & MOEFLOW_FORWARD_EXPERTS) != 0,
   };
-  return launch(step, KERNEL_OWNER_REDUCE, 0, (int64_t)step->group->ranks * step->rows, &params);
+  if (sums_itself(step)) return MOEFLOW_OK;
+  return launch(step, KERNEL_OWNER_REDUCE, 0, reduce_blocks(step), &params);
 }
 
 static moeflow_status combine(const struct step *step) {
@@ -256,6 +345,12 @@ static moeflow_status run_step(const struct step *step) {
   CHECK(combine(step));
 cleanup:
   return status;
+}
+
+/* What lies between the exchanges, on rows and lists that are there already. */
+static moeflow_status run_experts_again(const struct step *step) {
+  moeflow_status status = run_experts(step);
+  return status == MOEFLOW_OK && step->args->out ? reduce(step) : status;
 }
 
 /* A launch failed on the way: this rank cannot end the step, so its group is given up. Peers that can be told are told now.
@@ -339,6 +434,46 @@ cleanup:
   return status;
 }
 
+/* MOEFLOW_FORWARD_EXPERTS: this rank alone; what is wrong stays here. */
+static moeflow_status check_again(const struct step *step) {
+  const struct group_lane *lane = step->lane;
+  const moeflow_forward_args *args = step->args;
+  if (args->flags != MOEFLOW_FORWARD_EXPERTS) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "flags 0x%x: MOEFLOW_FORWARD_EXPERTS goes with no other", args->flags);
+  }
+  if (step->spec->reduce != SPEC_REDUCE_OWNER) {
+    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "MOEFLOW_FORWARD_EXPERTS sums at the owner, and %s returns choices",
+                      step->spec->name);
+  }
+  if (args->out && (uintptr_t)args->out % 16) return check_pointer("out", args->out, 16);
+  if (lane->listed_layer == step->layer && lane->listed_rows == step->rows &&
+      lane->listed_tile_tokens == step->tile_tokens) {
+    return MOEFLOW_OK;
+  }
+  return status_set(MOEFLOW_ERROR_STATE,
+                    "lane %d holds no rows of this layer at tokens_max %d: run a whole step of it first, then "
+                    "MOEFLOW_FORWARD_EXPERTS",
+                    args->lane, step->tokens_max);
+}
+
+static void choose_experts(struct step *step) {
+  const struct plan_bucket *bucket = &step->bucket;
+  const struct plan_variant *variant;
+  if (step->layer->weights.packed) {
+    step->kernel = KERNEL_EXPERTS_STREAM;
+    step->variant = bucket->experts_stream;
+  } else if (step->layer->maps && bucket->experts != PLAN_NONE) {
+    step->kernel = KERNEL_EXPERTS;
+    step->variant = bucket->experts;
+  } else {
+    step->kernel = KERNEL_GATE_UP;
+    step->variant = bucket->gate_up;
+  }
+  variant = plan_variant(&step->context->plan, step->kernel, step->variant);
+  step->tile_tokens = variant ? variant->tile_tokens : SPEC_ONLY_TILE_TOKENS;
+  step->parts = variant && !(step->args->flags & MOEFLOW_FORWARD_IDENTITY) ? variant->parts : 1;
+}
+
 static void set_up(struct step *step, struct moeflow_layer *layer, const moeflow_forward_args *args) {
   struct moeflow_group *group = layer->group;
   step->layer = layer;
@@ -360,6 +495,17 @@ static void set_up(struct step *step, struct moeflow_layer *layer, const moeflow
       .rank = group->rank,
       .tokens_max = step->tokens_max,
   };
+  choose_experts(step);
+}
+
+static moeflow_status forward_again(struct step *step) {
+  moeflow_status status = MOEFLOW_OK;
+  CHECK(check_again(step));
+  CHECK(context_enter(step->context));
+  status = run_experts_again(step);
+  context_leave(step->context);
+cleanup:
+  return status;
 }
 
 moeflow_status moeflow_forward(moeflow_layer *layer, const moeflow_forward_args *args_given) {
@@ -370,6 +516,10 @@ moeflow_status moeflow_forward(moeflow_layer *layer, const moeflow_forward_args 
   CHECK(config_read(args_given, &args, sizeof args, "moeflow_forward_args"));
   CHECK(check_refused(layer, &args));
   set_up(&step, layer, &args);
+  if (args.flags & MOEFLOW_FORWARD_EXPERTS) {
+    status = forward_again(&step);
+    goto cleanup;
+  }
   verdict = check_args(layer, &args, step.tokens_max);
   if (verdict != MOEFLOW_OK) {
     step.tokens = 0;

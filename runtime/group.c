@@ -55,6 +55,23 @@ void group_release(struct moeflow_group *group, void *memory, size_t bytes) {
   }
 }
 
+/* Another group's activations and outputs in place of own ones. */
+static moeflow_status borrow_workspace(struct moeflow_group *group, int number) {
+  struct group_lane *lane = &group->lanes[number];
+  const struct group_lane *lender = &group->workspace_of->lanes[number];
+  if (lender->activations_max < lane->activations_max || lender->outputs_max < lane->outputs_max) {
+    return status_set(
+        MOEFLOW_ERROR_ARGUMENT,
+        "workspace_of has room for %lld activations and %lld outputs a lane, and %lld and %lld are needed: create "
+        "that group with the larger capacity",
+        (long long)lender->activations_max, (long long)lender->outputs_max, (long long)lane->activations_max,
+        (long long)lane->outputs_max);
+  }
+  lane->activations = lender->activations;
+  lane->outputs = lender->outputs;
+  return MOEFLOW_OK;
+}
+
 static moeflow_status allocate_lane(struct moeflow_group *group, int number) {
   moeflow_status status = MOEFLOW_OK;
   struct moeflow_context *context = group->contexts[0];
@@ -63,6 +80,7 @@ static moeflow_status allocate_lane(struct moeflow_group *group, int number) {
   CHECK(arena_bytes(group, &lane->arena_bytes));
   CHECK(group_allocate(group, lane->arena_bytes, &lane->arena));
   arena_assign(group, lane);
+  if (group->workspace_of) CHECK(borrow_workspace(group, number));
   CHECK(context->backend->upload(context, lane->state, &start, sizeof start));
   context_log(context, MOEFLOW_LOG_INFO, "rank %d: lane %d takes %zu bytes for %d ranks x %d tokens", group->rank, number,
               lane->arena_bytes, group->ranks, group->capacity);
@@ -104,6 +122,7 @@ static void tear_down(struct moeflow_group *group) {
   for (int i = 0; i < group->lane_count; i++) group_release(group, group->lanes[i].arena, group->lanes[i].arena_bytes);
   if (group->shared) context->backend->release_record(context, group->shared);
   if (entered) context_leave(context);
+  if (group->workspace_of) atomic_fetch_sub(&group->workspace_of->borrowers, 1);
   for (int i = 0; i < group->context_count; i++) atomic_fetch_sub(&group->contexts[i]->groups, 1);
   free(group->contexts);
   handle_destroy(group, HANDLE_GROUP);
@@ -216,6 +235,8 @@ static moeflow_status make(moeflow_context *const *contexts, int context_count, 
   group->timeout_ms = config->timeout_ms;
   group->local_experts_max = config->local_experts_max;
   group->transport = config->transport;
+  group->workspace_of = config->workspace_of;
+  if (group->workspace_of) atomic_fetch_add(&group->workspace_of->borrowers, 1);
   if (config->allocator) group->allocator = *config->allocator;
   measure_rows(group);
   *group_out = group;
@@ -268,6 +289,10 @@ moeflow_status moeflow_group_destroy(moeflow_group *group) {
   if (status != MOEFLOW_OK) return status;
   int layers = atomic_load(&group->layers);
   if (layers) return status_set(MOEFLOW_ERROR_STATE, "%d layer(s) of the group still live; destroy them first", layers);
+  int borrowers = atomic_load(&group->borrowers);
+  if (borrowers) {
+    return status_set(MOEFLOW_ERROR_STATE, "%d group(s) use this group's workspace; destroy them first", borrowers);
+  }
   tear_down(group);
   return MOEFLOW_OK;
 }

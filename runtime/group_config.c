@@ -137,6 +137,21 @@ static moeflow_status check_allocator(const moeflow_allocator *allocator) {
   return status_set(MOEFLOW_ERROR_ARGUMENT, "an allocator needs both functions, allocate and release");
 }
 
+static moeflow_status check_workspace(const struct moeflow_context *context, const moeflow_group_config *config) {
+  const struct moeflow_group *lender = config->workspace_of;
+  if (!lender) return MOEFLOW_OK;
+  moeflow_status status = handle_check(lender, HANDLE_GROUP);
+  if (status != MOEFLOW_OK) return status_prefix(status, "workspace_of");
+  if (lender->contexts[0]->backend != context->backend || lender->contexts[0]->device != context->device ||
+      lender->lane_count < config->lanes) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "workspace_of is on %s device %d with %d lane(s), and this group on %s device %d with %d",
+                      lender->contexts[0]->backend->name, lender->contexts[0]->device, lender->lane_count,
+                      context->backend->name, context->device, config->lanes);
+  }
+  return MOEFLOW_OK;
+}
+
 moeflow_status group_config_check(moeflow_context *const *contexts, int context_count, moeflow_group_config *config) {
   moeflow_status status = MOEFLOW_OK;
   int local_experts = 0;
@@ -151,6 +166,7 @@ moeflow_status group_config_check(moeflow_context *const *contexts, int context_
   if (!config->local_experts_max) config->local_experts_max = local_experts;
   if (!config->timeout_ms) config->timeout_ms = TIMEOUT_MS_DEFAULT;
   CHECK(check_allocator(config->allocator));
+  CHECK(check_workspace(contexts[0], config));
   CHECK(check_transport(contexts[0], config));
 cleanup:
   return status;

@@ -22,6 +22,7 @@ struct moeflow_context {
   struct handle handle;
   const struct backend *backend;
   int device;
+  int multiprocessors;     /* of the device; CPU: 1 */
   int cache_fd;            /* during moeflow_open, for the backend to read entries; -1 without a cache */
   char cache_path[CACHE_PATH_MAX];
   struct plan plan;        /* CPU from spec text: only plan.spec is set */
@@ -60,6 +61,13 @@ struct group_lane {
   int32_t *tile_count;
   uint16_t *activations;
   float *outputs;
+  int64_t activations_max;              /* values that there is room for */
+  int64_t outputs_max;                  /* floats */
+  struct moeflow_experts_control *control;
+  int32_t tiles_max;                    /* of `tiles` and `control`, the same for every layer */
+  /* what the lists above were made for, by the last whole step */
+  const struct moeflow_layer *listed_layer;
+  int listed_rows, listed_tile_tokens;
   void *arena;                          /* the one allocation behind all of the above except the record */
   size_t arena_bytes;
   atomic_uint eager;                    /* steps enqueued outside captures: moeflow_poll waits until so many have ended */
@@ -88,8 +96,24 @@ struct moeflow_group {
   volatile uint32_t *abort;             /* in `shared` */
   volatile uint32_t *abort_device;
   int connected;                        /* the transport's connect ran */
+  struct moeflow_group *workspace_of;   /* whose activations and outputs this group uses; NULL: its own */
+  atomic_int borrowers;                 /* living groups that use this one's */
   atomic_int layers;
   atomic_int aborted;
+};
+
+struct layer_weights { /* as moeflow_layer_bind has checked them */
+  struct moeflow_matrix gate_up, down;
+  int32_t gate_row, up_row, row_step; /* gate row i of gate_up is gate_row + i * row_step */
+  int packed;                         /* both are fragments; the rows mean nothing */
+};
+
+struct tensor_maps { /* of one binding, in backend memory; older ones stay while graphs may hold them */
+  struct tensor_maps *older;
+  struct moeflow_tensor_map *gate_up; /* [local_experts] */
+  struct moeflow_tensor_map *down;    /* [local_experts], behind it in the same allocation */
+  size_t bytes;                       /* of both */
+  int32_t up_first;
 };
 
 struct moeflow_layer {
@@ -102,10 +126,11 @@ struct moeflow_layer {
   int replicas;
   int local_experts;
   int bound;
+  int separate_sums;                    /* tools: owner_reduce adds the outputs, not the experts kernel */
   int prepared_tokens;                  /* 0 = not prepared */
   char places_hash[65];
-  struct moeflow_matrix gate_up, down;
-  int32_t gate_row, up_row, row_step;
+  struct layer_weights weights;
+  struct tensor_maps *maps;             /* of `weights`; NULL: the experts kernel cannot serve this layer */
   moeflow_lend_fn lend;
   void *lend_user;
   const float *correction_bias;

@@ -1,10 +1,11 @@
-/* Layers: where experts live, and the weights that a caller lends. */
+/* Layers: where experts live. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "internal.h"
 #include "sha256.h"
+#include "tensor_map.h"
 
 #define REPLICAS_MAX 1024
 
@@ -120,6 +121,11 @@ cleanup:
 /* ---- Create and destroy ---- */
 
 static void tear_down(struct moeflow_layer *layer) {
+  for (int i = 0; i < layer->group->lane_count; i++) {
+    struct group_lane *lane = &layer->group->lanes[i];
+    if (lane->listed_layer == layer) lane->listed_layer = NULL;
+  }
+  tensor_maps_release(layer);
   group_release(layer->group, layer->places, layer->places ? places_bytes(layer) : 0);
   free(layer->places_host);
   atomic_fetch_sub(&layer->group->layers, 1);
@@ -183,109 +189,4 @@ cleanup:
 
 int moeflow_layer_local_experts(const moeflow_layer *layer) {
   return handle_check(layer, HANDLE_LAYER) == MOEFLOW_OK ? layer->local_experts : -1;
-}
-
-/* ---- Weights ---- */
-
-#define WEIGHT_ALIGN 16
-/* A matrix has at most 2^17 rows and a rank 4096 experts: with these, no address passes 64 bits. */
-#define ROW_STRIDE_MAX ((int64_t)1 << 32)
-#define EXPERT_STRIDE_MAX ((int64_t)1 << 50)
-
-/* What the caller said of one matrix: [rows, columns] bf16 per local expert. */
-struct lent {
-  const char *name;
-  const void *base;
-  const void *const *experts;
-  int64_t expert_stride, row_stride;
-  int64_t rows, columns;
-};
-
-static moeflow_status take_matrix(const struct moeflow_layer *layer, const struct lent *lent,
-                                  struct moeflow_matrix *matrix) {
-  const int64_t row_bytes = lent->columns * 2;
-  const int64_t row_stride = lent->row_stride ? lent->row_stride : row_bytes;
-  if (row_stride < -ROW_STRIDE_MAX || row_stride > ROW_STRIDE_MAX || lent->expert_stride > EXPERT_STRIDE_MAX) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "%s: strides of %lld bytes an expert and %lld a row are beyond any memory",
-                      lent->name, (long long)lent->expert_stride, (long long)row_stride);
-  }
-  const int64_t expert_stride = lent->expert_stride ? lent->expert_stride : lent->rows * row_stride;
-  if (!lent->base && !lent->experts && layer->local_experts) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "%s: neither a base nor an array of pointers, for %d local experts",
-                      lent->name, layer->local_experts);
-  }
-  if (row_stride < row_bytes || (!lent->experts && expert_stride < (lent->rows - 1) * row_stride + row_bytes)) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT,
-                      "%s: strides of %lld bytes an expert and %lld a row do not hold [%lld, %lld] bf16", lent->name,
-                      (long long)expert_stride, (long long)row_stride, (long long)lent->rows, (long long)lent->columns);
-  }
-  if (((uintptr_t)lent->base | (uint64_t)row_stride | (lent->experts ? 0 : (uint64_t)expert_stride)) % WEIGHT_ALIGN) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "%s: address %p and strides %lld and %lld must be multiples of %d bytes",
-                      lent->name, lent->base, (long long)expert_stride, (long long)row_stride, WEIGHT_ALIGN);
-  }
-  *matrix = (struct moeflow_matrix){.base = lent->base,
-                                    .experts = (const uint8_t *const *)lent->experts,
-                                    .expert_stride = expert_stride,
-                                    .row_stride = row_stride};
-  return MOEFLOW_OK;
-}
-
-static moeflow_status check_reserved(const struct moeflow_layer *layer, const moeflow_weights *weights) {
-  if (weights->gate_up_bias || weights->down_bias) {
-    return status_set(MOEFLOW_ERROR_UNSUPPORTED,
-                      "expert biases are not in this version: gate_up_bias and down_bias must be NULL");
-  }
-  if (weights->lend && layer->context->backend != &backend_cpu) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "`lend` is for the CPU backend; on a GPU give a base or pointers");
-  }
-  return MOEFLOW_OK;
-}
-
-static moeflow_status take_order(const struct moeflow_layer *layer, moeflow_gate_up_order order,
-                                 struct moeflow_layer *rows) {
-  const int32_t intermediate = layer->context->plan.spec.intermediate;
-  const struct {
-    int32_t gate, up, step;
-  } orders[] = {
-      [MOEFLOW_GATE_UP] = {0, intermediate, 1},
-      [MOEFLOW_UP_GATE] = {intermediate, 0, 1},
-      [MOEFLOW_INTERLEAVED] = {0, 1, 2},
-  };
-  if ((unsigned)order >= sizeof orders / sizeof *orders) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "gate/up order %d does not exist", (int)order);
-  }
-  rows->gate_row = orders[order].gate;
-  rows->up_row = orders[order].up;
-  rows->row_step = orders[order].step;
-  return MOEFLOW_OK;
-}
-
-moeflow_status moeflow_layer_bind(moeflow_layer *layer, const moeflow_weights *weights_given) {
-  moeflow_status status = MOEFLOW_OK;
-  moeflow_weights weights = MOEFLOW_WEIGHTS_INIT;
-  struct moeflow_matrix gate_up = {0}, down = {0};
-  CHECK(handle_check(layer, HANDLE_LAYER));
-  CHECK(config_read(weights_given, &weights, sizeof weights, "moeflow_weights"));
-  CHECK(check_reserved(layer, &weights));
-  const struct spec *spec = &layer->context->plan.spec;
-  const struct lent lent[2] = {
-      {"gate_up", weights.gate_up, weights.gate_up_experts, weights.gate_up_expert_stride, weights.gate_up_row_stride,
-       2 * (int64_t)spec->intermediate, spec->hidden},
-      {"down", weights.down, weights.down_experts, weights.down_expert_stride, weights.down_row_stride, spec->hidden,
-       spec->intermediate},
-  };
-  if (!weights.lend) {
-    CHECK(take_matrix(layer, &lent[0], &gate_up));
-    CHECK(take_matrix(layer, &lent[1], &down));
-  }
-  CHECK(take_order(layer, weights.order, layer));
-  layer->gate_up = gate_up;
-  layer->down = down;
-  layer->lend = weights.lend;
-  layer->lend_user = weights.lend_user;
-  layer->correction_bias = weights.correction_bias;
-  layer->expert_load = weights.expert_load;
-  layer->bound = 1;
-cleanup:
-  return status;
 }

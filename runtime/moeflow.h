@@ -166,9 +166,12 @@ typedef struct moeflow_group_config {
                                          moeflow_poll tells that one is stuck, and moeflow_abort ends it */
   int local_experts_max;              /* most local slots of any layer; 0: ceil(E / ranks) */
   const moeflow_allocator *allocator; /* copied; NULL: the driver's own (CUDA), the C library's (CPU) */
+  moeflow_group *workspace_of;        /* a group of this rank on the same device, whose lanes' activations and outputs are used
+                                         instead of own ones; its shapes and capacity must be large enough. Steps of both on
+                                         one lane must be ordered by the caller, on one stream. It must outlive this group */
 } moeflow_group_config;
 #define MOEFLOW_GROUP_CONFIG_INIT \
-  { sizeof(moeflow_group_config), 0, 1, 128, 1, MOEFLOW_TRANSPORT_AUTO, NULL, NULL, 0, 0, NULL }
+  { sizeof(moeflow_group_config), 0, 1, 128, 1, MOEFLOW_TRANSPORT_AUTO, NULL, NULL, 0, 0, NULL, NULL }
 
 /* A fresh id for a group, to be carried to the other ranks by the caller. */
 MOEFLOW_API moeflow_status moeflow_get_unique_id(moeflow_transport transport, moeflow_unique_id *id);
@@ -238,7 +241,8 @@ typedef struct moeflow_weights {
   const void *down;
   int64_t down_expert_stride;          /* 0: packed, H rows */
   int64_t down_row_stride;             /* 0: packed, I elements */
-  const void *const *gate_up_experts;  /* device array of pointers, one per local expert; overrides base and expert stride */
+  const void *const *gate_up_experts;  /* device array of pointers, one per local expert; overrides base and expert stride.
+                                          Read when bound, and must be written by then: bind again to change a pointer */
   const void *const *down_experts;
   moeflow_lend_fn lend;                /* CPU backend; overrides all of the above */
   void *lend_user;
@@ -247,12 +251,24 @@ typedef struct moeflow_weights {
   const void *gate_up_bias;            /* reserved: must be NULL in this version */
   const void *down_bias;               /* reserved: must be NULL in this version */
   int64_t *expert_load;                /* [local experts], optional: each step adds the (token, choice) pairs per slot */
+  int packed;                          /* 1: gate_up and down are as moeflow_layer_pack left them: no row strides, no order;
+                                          an expert stride of 0 is the packed size */
 } moeflow_weights;
 #define MOEFLOW_WEIGHTS_INIT \
-  { sizeof(moeflow_weights), NULL, 0, 0, NULL, 0, 0, NULL, NULL, NULL, NULL, MOEFLOW_GATE_UP, NULL, NULL, NULL, NULL }
+  { sizeof(moeflow_weights), NULL, 0, 0, NULL, 0, 0, NULL, NULL, NULL, NULL, MOEFLOW_GATE_UP, NULL, NULL, NULL, NULL, 0 }
 
-/* May be called again between steps; a captured graph keeps the weights that it was captured with. */
+/* May be called again between steps; a captured graph keeps the weights that it was captured with. On a GPU each binding may
+ * take some device memory (256 bytes a local expert), which stays until the layer is destroyed. */
 MOEFLOW_API moeflow_status moeflow_layer_bind(moeflow_layer *layer, const moeflow_weights *weights);
+
+/* Packed weights, opt-in: a plan built with `moeflow-gen build --packed` has kernels that read weights in the order in which
+ * tensor cores take them. Others, and the CPU backend: MOEFLOW_ERROR_UNSUPPORTED. Bytes of one local expert's matrices: */
+MOEFLOW_API moeflow_status moeflow_layer_packed_bytes(const moeflow_layer *layer, int64_t *gate_up_bytes, int64_t *down_bytes);
+
+/* Enqueues the packing of local experts first .. first + count - 1 of plain weights, described as for moeflow_layer_bind, into
+ * the caller's memory: one expert after the other, from to_gate_up and to_down on, which are multiples of 16. */
+MOEFLOW_API moeflow_status moeflow_layer_pack(moeflow_layer *layer, const moeflow_weights *plain, int local_expert_first,
+                                              int count, void *to_gate_up, void *to_down, void *stream);
 
 /* Collective. Ranks compare the layers' models and cubins (MOEFLOW_ERROR_MISMATCH on all ranks), then everything that
  * forward needs for up to tokens_max tokens is loaded and connected, so that nothing happens lazily later, for example
@@ -262,7 +278,14 @@ MOEFLOW_API moeflow_status moeflow_prepare(moeflow_layer *const *layers, int lay
 /* ---- Forward ---- */
 
 typedef enum moeflow_forward_flags {
-  MOEFLOW_FORWARD_IDENTITY = 1 /* self-test: every expert returns its input row; checks all but the GEMMs bit for bit */
+  MOEFLOW_FORWARD_IDENTITY = 1, /* self-test: every expert returns its input row; checks all but the GEMMs bit for bit */
+  /* For measurement: what this rank alone computes between the exchanges, once more, on the rows that the last whole step of
+   * this lane and layer received with the same tokens_max: the experts and, unless `out` is NULL, their weighted sums into
+   * out, [ranks * R, H] bf16, where a step moves R rows a rank (a power of two >= tokens_max, at most C). Rows that nobody
+   * sent, and rows without an expert of this rank, are zero. No exchange; may be captured; goes with no other flag; tokens,
+   * hidden, ids, weights and logits are ignored. In a poisoned group nothing is written. `reduce: choices` is
+   * MOEFLOW_ERROR_UNSUPPORTED. */
+  MOEFLOW_FORWARD_EXPERTS = 2
 } moeflow_forward_flags;
 
 typedef struct moeflow_forward_args {

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "abi.h"
 #include "number.h"
 #include "sha256.h"
 #include "status.h"
@@ -18,6 +19,9 @@ const char *const kernel_names[KERNEL_COUNT] = {
     [KERNEL_EXPERT_PREPARE] = "expert_prepare",
     [KERNEL_GATE_UP] = "gate_up",
     [KERNEL_DOWN] = "down",
+    [KERNEL_EXPERTS] = "experts",
+    [KERNEL_EXPERTS_STREAM] = "experts_stream",
+    [KERNEL_PACK_WEIGHTS] = "pack_weights",
     [KERNEL_IDENTITY] = "identity",
     [KERNEL_OWNER_REDUCE] = "owner_reduce",
     [KERNEL_COMBINE] = "combine",
@@ -36,6 +40,10 @@ static const struct {
 } variant_fields[] = {
     {"tile_tokens", offsetof(struct plan_variant, tile_tokens), 0, 1024},
     {"tile_rows", offsetof(struct plan_variant, tile_rows), 0, 1024},
+    {"tile_depth", offsetof(struct plan_variant, tile_depth), 0, 1024},
+    {"stages", offsetof(struct plan_variant, stages), 0, 64},
+    {"parts", offsetof(struct plan_variant, parts), 1, MOEFLOW_PARTS_MAX},
+    {"residency", offsetof(struct plan_variant, residency), 1, 2},
     {"threads", offsetof(struct plan_variant, threads), 32, 1024},
     {"shared", offsetof(struct plan_variant, shared_bytes), 0, 1 << 20},
     {"order_tag", offsetof(struct plan_variant, order_tag), 0, 65535},
@@ -46,8 +54,26 @@ static int32_t *variant_field(const struct plan_variant *variant, int i) {
   return (int32_t *)((char *)variant + variant_fields[i].offset);
 }
 
-static int is_gemm(int32_t kernel) {
-  return kernel == KERNEL_GATE_UP || kernel == KERNEL_DOWN;
+/* The optional kernels of a bucket's line, in order. */
+static const struct {
+  enum kernel_id kernel;
+  size_t offset;
+} bucket_options[] = {
+    {KERNEL_EXPERTS, offsetof(struct plan_bucket, experts)},
+    {KERNEL_EXPERTS_STREAM, offsetof(struct plan_bucket, experts_stream)},
+};
+#define BUCKET_OPTIONS (int)(sizeof bucket_options / sizeof *bucket_options)
+
+static int32_t *bucket_option(const struct plan_bucket *bucket, int i) {
+  return (int32_t *)((char *)bucket + bucket_options[i].offset);
+}
+
+static int is_experts(int32_t kernel) {
+  return kernel == KERNEL_EXPERTS || kernel == KERNEL_EXPERTS_STREAM;
+}
+
+int plan_is_gemm(int32_t kernel) {
+  return kernel == KERNEL_GATE_UP || kernel == KERNEL_DOWN || is_experts(kernel);
 }
 
 /* ---- Rules: the same for what is written and what is read ---- */
@@ -61,6 +87,23 @@ static int is_arch(const char *text) {
   if (length >= PLAN_ARCH_MAX || strncmp(text, "sm_", 3)) return 0;
   size_t digits = strspn(text + 3, "0123456789");
   return digits >= 2 && digits <= 4 && (length == 3 + digits || (length == 4 + digits && strchr("af", text[3 + digits])));
+}
+
+static moeflow_status check_shape(const struct plan_variant *variant, const char *name, int number) {
+  const int32_t tiles[] = {variant->tile_tokens, variant->tile_rows, variant->tile_depth, variant->stages};
+  for (int i = 0; i < 4; i++) {
+    if ((tiles[i] > 0) == plan_is_gemm(variant->kernel)) continue;
+    return status_set(
+        MOEFLOW_ERROR_ARGUMENT,
+        "%s (variant %d): tiles of %d tokens, %d rows and depth %d in %d stages; GEMMs have all of them, other "
+        "kernels none",
+        name, number, tiles[0], tiles[1], tiles[2], tiles[3]);
+  }
+  if (!is_experts(variant->kernel) && (variant->parts != 1 || variant->residency != 1)) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "%s (variant %d): %d parts and residency %d; only experts have more than 1",
+                      name, number, variant->parts, variant->residency);
+  }
+  return MOEFLOW_OK;
 }
 
 static moeflow_status check_variant(const struct plan_variant *variant, int number) {
@@ -83,26 +126,16 @@ static moeflow_status check_variant(const struct plan_variant *variant, int numb
     return status_set(MOEFLOW_ERROR_ARGUMENT, "%s (variant %d): %d threads are not whole warps of 32", name, number,
                       variant->threads);
   }
-  if (is_gemm(variant->kernel) != (variant->tile_tokens > 0) || is_gemm(variant->kernel) != (variant->tile_rows > 0)) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT,
-                      "%s (variant %d): tiles of %d tokens and %d rows; gate_up and down have both, others none", name,
-                      number, variant->tile_tokens, variant->tile_rows);
-  }
-  return MOEFLOW_OK;
+  return check_shape(variant, name, number);
 }
 
+/* 0 for none: a tag that no sum has. */
 static int order_tag(const struct plan *plan, enum kernel_id kernel, int n) {
-  return plan_variant(plan, kernel, n)->order_tag;
+  const struct plan_variant *variant = plan_variant(plan, kernel, n);
+  return variant ? variant->order_tag : 0;
 }
 
-static moeflow_status check_bucket(const struct plan *plan, int i) {
-  const struct plan_bucket *bucket = &plan->buckets[i], *before = i ? bucket - 1 : bucket;
-  int last = i == plan->bucket_count - 1;
-  if (bucket->rows_max < 0 || last != (bucket->rows_max == 0) || (i && !last && bucket->rows_max <= before->rows_max)) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT,
-                      "bucket %d is for up to %d rows; buckets ascend and the last one, and only it, is 0", i,
-                      bucket->rows_max);
-  }
+static moeflow_status check_bucket_variants(const struct plan *plan, const struct plan_bucket *bucket, int i) {
   const struct plan_variant *gate_up = plan_variant(plan, KERNEL_GATE_UP, bucket->gate_up);
   const struct plan_variant *down = plan_variant(plan, KERNEL_DOWN, bucket->down);
   if (!gate_up || !down) {
@@ -115,8 +148,39 @@ static moeflow_status check_bucket(const struct plan *plan, int i) {
                       "bucket %d pairs tiles of %d tokens (gate_up) with %d (down); they must be equal", i,
                       gate_up->tile_tokens, down->tile_tokens);
   }
-  if (plan->spec.batch_invariant && (order_tag(plan, KERNEL_GATE_UP, before->gate_up) != gate_up->order_tag ||
-                                     order_tag(plan, KERNEL_DOWN, before->down) != down->order_tag)) {
+  for (int j = 0; j < BUCKET_OPTIONS; j++) {
+    int n = *bucket_option(bucket, j);
+    if (n == PLAN_NONE || plan_variant(plan, bucket_options[j].kernel, n)) continue;
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "bucket %d names %s %d, of which there is no variant", i,
+                      kernel_names[bucket_options[j].kernel], n);
+  }
+  return MOEFLOW_OK;
+}
+
+/* A batch-invariant plan adds in one order, whatever the bucket: in one form of the kernels, too. */
+static int same_order(const struct plan *plan, const struct plan_bucket *a, const struct plan_bucket *b) {
+  return order_tag(plan, KERNEL_GATE_UP, a->gate_up) == order_tag(plan, KERNEL_GATE_UP, b->gate_up) &&
+         order_tag(plan, KERNEL_DOWN, a->down) == order_tag(plan, KERNEL_DOWN, b->down) &&
+         order_tag(plan, KERNEL_EXPERTS, a->experts) == order_tag(plan, KERNEL_EXPERTS, b->experts) &&
+         order_tag(plan, KERNEL_EXPERTS_STREAM, a->experts_stream) ==
+             order_tag(plan, KERNEL_EXPERTS_STREAM, b->experts_stream);
+}
+
+static moeflow_status check_bucket(const struct plan *plan, int i) {
+  const struct plan_bucket *bucket = &plan->buckets[i], *before = i ? bucket - 1 : bucket;
+  int last = i == plan->bucket_count - 1;
+  if (bucket->rows_max < 0 || last != (bucket->rows_max == 0) || (i && !last && bucket->rows_max <= before->rows_max)) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "bucket %d is for up to %d rows; buckets ascend and the last one, and only it, is 0", i,
+                      bucket->rows_max);
+  }
+  moeflow_status status = check_bucket_variants(plan, bucket, i);
+  if (status != MOEFLOW_OK) return status;
+  if ((bucket->experts_stream == PLAN_NONE) != (before->experts_stream == PLAN_NONE)) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "bucket %d and the one before differ in having an experts_stream: packed weights need it in all", i);
+  }
+  if (plan->spec.batch_invariant && !same_order(plan, before, bucket)) {
     return status_set(MOEFLOW_ERROR_ARGUMENT, "bucket %d changes the order tag, which a batch-invariant plan must not", i);
   }
   return MOEFLOW_OK;
@@ -136,15 +200,27 @@ static moeflow_status check_counts(const struct plan *plan) {
   return MOEFLOW_OK;
 }
 
+static int kernel_needed(const struct plan *plan, int kernel) {
+  switch (kernel) {
+    case KERNEL_EXPERTS:
+    case KERNEL_EXPERTS_STREAM:
+      return 0;
+    case KERNEL_PACK_WEIGHTS:
+      return plan_variant(plan, KERNEL_EXPERTS_STREAM, 0) != NULL;
+    case KERNEL_COMBINE_RING: /* it adds partial sums, and `reduce: choices` returns none */
+      return plan->spec.reduce == SPEC_REDUCE_OWNER;
+    default:
+      return 1;
+  }
+}
+
 static moeflow_status check_plan(const struct plan *plan) {
   moeflow_status status = MOEFLOW_OK;
   CHECK(check_counts(plan));
   CHECK(spec_check(&plan->spec));
   for (int i = 0; i < plan->variant_count; i++) CHECK(check_variant(&plan->variants[i], i));
   for (int kernel = 0; kernel < KERNEL_COUNT; kernel++) {
-    /* the ring adds partial sums, and `reduce: choices` returns none */
-    int needed = kernel != KERNEL_COMBINE_RING || plan->spec.reduce == SPEC_REDUCE_OWNER;
-    if (needed && !plan_variant(plan, kernel, 0)) {
+    if (kernel_needed(plan, kernel) && !plan_variant(plan, kernel, 0)) {
       FAIL(MOEFLOW_ERROR_ARGUMENT, "kernel %s has no variant", kernel_names[kernel]);
     }
   }
@@ -190,7 +266,12 @@ static void put_plan(struct sink *sink, const struct plan *plan) {
   }
   for (int i = 0; i < plan->bucket_count; i++) {
     const struct plan_bucket *bucket = &plan->buckets[i];
-    put(sink, "bucket %d gate_up=%d down=%d\n", bucket->rows_max, bucket->gate_up, bucket->down);
+    put(sink, "bucket %d gate_up=%d down=%d", bucket->rows_max, bucket->gate_up, bucket->down);
+    for (int j = 0; j < BUCKET_OPTIONS; j++) {
+      int n = *bucket_option(bucket, j);
+      if (n != PLAN_NONE) put(sink, " %s=%d", kernel_names[bucket_options[j].kernel], n);
+    }
+    put(sink, "\n");
   }
   struct sha256 body = sink->hash;
   sha256_end(&body, digest);
@@ -329,6 +410,12 @@ static moeflow_status read_bucket(struct reader *reader, char *rest, struct plan
   bucket->rows_max = (int32_t)rows;
   if ((wrong = take_integer(&rest, "gate_up", '=', &bucket->gate_up))) return fault(reader, "gate_up", wrong);
   if ((wrong = take_integer(&rest, "down", '=', &bucket->down))) return fault(reader, "down", wrong);
+  for (int i = 0; i < BUCKET_OPTIONS; i++) {
+    const char *name = kernel_names[bucket_options[i].kernel];
+    *bucket_option(bucket, i) = PLAN_NONE;
+    if (strncmp(rest, name, strlen(name)) || rest[strlen(name)] != '=') continue;
+    if ((wrong = take_integer(&rest, name, '=', bucket_option(bucket, i)))) return fault(reader, name, wrong);
+  }
   return *rest ? fault(reader, rest, "is not a known key") : MOEFLOW_OK;
 }
 

@@ -1,16 +1,17 @@
-/* A plan: for one (spec, arch), which cubin entry serves which kernel at which number of rows. Written by moeflow-gen last of all,
- * read by the runtime; docs/file-formats.md describes the text.
+/* A plan: for one (spec, arch), which cubin entry serves which kernel at which number of rows. Written by moeflow-gen last
+ * of all, read by the runtime; docs/file-formats.md describes the text.
  *
- *     moeflow-plan 1
+ *     moeflow-plan 2
  *     arch sm_90a
  *     minimum_driver 13000
  *     spec 22                                  <- number of canonical lines that follow
  *     name glm-5.3-flash
  *     ...
- *     kernel gate_up 3f..(64 hex) tile_tokens=8 tile_rows=64 threads=128 shared=69632 order_tag=1
+ *     kernel gate_up 3f..(64 hex) tile_tokens=8 tile_rows=64 tile_depth=64 stages=4 parts=1 residency=1 threads=128 ...
  *     ...
- *     bucket 64 gate_up=0 down=0               <- received rows (ranks * rows) up to 64 use gate_up variant 0, down variant 0
- *     bucket 0 gate_up=2 down=2                <- 0: no upper bound; always the last one
+ *     bucket 64 gate_up=0 down=0 experts=1     <- received rows (ranks * rows) up to 64 use experts variant 1; the portable
+ *                                                 form of it is gate_up variant 0 with down variant 0
+ *     bucket 0 gate_up=2 down=2                <- 0: no upper bound; always the last one. No experts: the portable form
  *     end 5c..(64 hex)                         <- SHA-256 of every byte above
  */
 #ifndef MOEFLOW_PLAN_H
@@ -18,7 +19,7 @@
 
 #include "spec.h"
 
-#define PLAN_VERSION 1
+#define PLAN_VERSION 2
 #define PLAN_VARIANTS_MAX 64
 #define PLAN_BUCKETS_MAX 16
 #define PLAN_TEXT_MAX 65536
@@ -33,6 +34,9 @@ enum kernel_id {
   KERNEL_EXPERT_PREPARE,
   KERNEL_GATE_UP,
   KERNEL_DOWN,
+  KERNEL_EXPERTS,        /* gate_up and down in one launch, plain weights; not on every arch */
+  KERNEL_EXPERTS_STREAM, /* the same on packed weights; in plans that were built for them, with: */
+  KERNEL_PACK_WEIGHTS,
   KERNEL_IDENTITY,
   KERNEL_OWNER_REDUCE,
   KERNEL_COMBINE,
@@ -45,17 +49,25 @@ extern const char *const kernel_names[KERNEL_COUNT]; /* "router", "pack", ... */
 struct plan_variant {
   int32_t kernel;       /* enum kernel_id */
   char entry[65];       /* hash of the cubin entry in the store */
-  int32_t tile_tokens;  /* GEMMs: received rows per tile, 0 for others */
-  int32_t tile_rows;    /* GEMMs: output columns (weight rows of one matrix half) per block, 0 for others */
+  int32_t tile_tokens;  /* GEMMs (gate_up, down, experts, experts_stream): received rows per tile; 0 for others */
+  int32_t tile_rows;    /* GEMMs: weight rows of one matrix half (experts: of gate and up together) per unit of work */
+  int32_t tile_depth;   /* GEMMs: bf16 columns of one stage */
+  int32_t stages;       /* GEMMs: of the ring */
+  int32_t parts;        /* experts, experts_stream: pieces of down's depth, each with outputs of its own; 1 for others */
+  int32_t residency;    /* blocks that share a multiprocessor; 1 for all but experts and experts_stream */
   int32_t threads;      /* per block */
   int32_t shared_bytes; /* dynamic shared memory per block */
   int32_t order_tag;    /* results are bitwise equal among variants of one tag; 0 = no sums */
 };
 
-struct plan_bucket {
-  int32_t rows_max; /* ranks * rows, 0 = no upper bound */
-  int32_t gate_up;  /* index among the plan's gate_up variants, in file order */
+#define PLAN_NONE (-1)
+
+struct plan_bucket { /* indices among the plan's variants of that kernel, in file order */
+  int32_t rows_max;  /* ranks * rows, 0 = no upper bound */
+  int32_t gate_up;
   int32_t down;
+  int32_t experts;        /* what serves plain weights in place of gate_up and down, or PLAN_NONE */
+  int32_t experts_stream; /* what serves packed weights: in every bucket, or PLAN_NONE in every one */
 };
 
 struct plan {
@@ -71,7 +83,7 @@ struct plan {
 /* Text into `text`; MOEFLOW_ERROR_INTERNAL if it does not fit. */
 moeflow_status plan_write(const struct plan *plan, char *text, size_t text_size);
 
-/* Strict reader; checks the hash line, ranges, that each kernel has a variant and that buckets ascend. */
+/* Strict reader; checks the hash line, ranges, that each kernel has its variants and that buckets ascend. */
 moeflow_status plan_parse(const char *text, size_t length, const char *where, struct plan *plan);
 
 /* SHA-256 of the plan's text: part of the ranks' fingerprint. */
@@ -79,6 +91,9 @@ void plan_hash(const struct plan *plan, char hex[65]);
 
 /* The bucket that serves this number of received rows. */
 const struct plan_bucket *plan_bucket_for(const struct plan *plan, int64_t received_rows);
+
+/* Whether a kernel computes experts in tiles of received rows: gate_up, down and both forms of experts. */
+int plan_is_gemm(int32_t kernel);
 
 /* The n-th variant of a kernel in file order, NULL when there is none. */
 const struct plan_variant *plan_variant(const struct plan *plan, enum kernel_id kernel, int n);

@@ -12,7 +12,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bin=${MOEFLOW_BIN:-$root/build/bin}
 case $bin in /*) ;; *) bin=$PWD/$bin ;; esac
-models=(glm-5.3-flash deepseek-v2-lite)
+models=(glm-5.3-flash deepseek-v2-lite qwen3-30b-a3b mixtral-8x7b)
 out=tests/gpu results='' only_digest=
 while [ $# -gt 0 ]; do
   case $1 in

@@ -142,6 +142,82 @@ MOEFLOW_FN int64_t moeflow_gemm_shared_bytes(int matrices, int tile_tokens, int 
   return (int64_t)stages * (matrices * (int64_t)tile_rows + tile_tokens) * tile_depth * 2;
 }
 
+/* ---- The experts kernel: gate_up, down and the weighted sums of all tiles in one launch, dealt out as tickets ----
+ * Its blocks take tickets in order: first every gate_up unit, tile by tile, then the down units, then the sums. A unit is up to
+ * tile_rows weight rows of one tile; a down unit also covers only one of `parts` equal pieces of the depth, whose sums stand
+ * apart in `outputs` and are added in order. What waits for other units waits for earlier tickets, and whoever holds one of
+ * those runs.
+ *
+ * Outputs written to memory cost far more than their bytes among weights streaming in, so where there are many, down units
+ * come in groups of columns: the rows' sums over a group follow one group behind, and three groups' outputs, which stay in
+ * the L2, serve all of them in turn. */
+
+#define MOEFLOW_UNIT_ROWS 64 /* tile_rows is a multiple of it: the rows that one warpgroup's MMA takes */
+#define MOEFLOW_PARTS_MAX 8
+#define MOEFLOW_GROUPS_MAX 16
+#define MOEFLOW_GROUP_COLUMNS 256       /* a group is a multiple of it, as it is of every tile_rows */
+#define MOEFLOW_GROUP_SLOTS 3           /* groups whose outputs exist at a time */
+#define MOEFLOW_GROUP_BYTES (2ll << 20) /* of outputs, were every entry this rank's: what a group should not exceed */
+#define MOEFLOW_SUM_ROWS 12             /* a sum unit: so many received rows, so many columns */
+#define MOEFLOW_SUM_COLUMNS 128
+
+/* Device memory, one per lane, zero when made. The launch with number n (its parity) uses half n % 2 and clears the other. */
+struct moeflow_experts_control {
+  uint32_t launches; /* that have ended */
+  uint32_t left;     /* blocks of this launch that are through */
+  uint32_t tickets[2];
+  uint32_t down_done[2][MOEFLOW_GROUPS_MAX]; /* down units that have stored their outputs */
+  uint32_t sums_done[2][MOEFLOW_GROUPS_MAX];
+  uint32_t reserved[28];
+  /* uint32_t gate_up_done[2][tiles_max]: gate_up units of each tile that have stored their activations */
+};
+
+/* A driver's CUtensorMap: what a bulk tensor copy reads. Copies take MOEFLOW_UNIT_ROWS rows by 64 bf16 with the 128-byte
+ * swizzle, from one local expert's matrix. gate_up: [I / 8][2][8][H], so that 8 gate rows and their 8 up rows alternate;
+ * down: [H][I]. */
+struct moeflow_tensor_map {
+  uint64_t words[16];
+};
+
+/* Dynamic shared memory of the ring. A stage holds tile_rows weight rows and a tile's received rows, tile_depth bf16 wide where
+ * the tile is at most MOEFLOW_DEEP_TILE rows, and wider tiles as deep as fits, 64 at least. 1024 for the alignment that the
+ * swizzle wants. */
+#define MOEFLOW_DEEP_TILE 32
+MOEFLOW_FN int64_t moeflow_experts_stage_bytes(int tile_tokens, int tile_rows, int tile_depth) {
+  const int64_t deep = (tile_rows + (tile_tokens < MOEFLOW_DEEP_TILE ? tile_tokens : MOEFLOW_DEEP_TILE)) * (int64_t)tile_depth * 2;
+  const int64_t wide = (tile_rows + tile_tokens) * (int64_t)64 * 2;
+  return deep > wide ? deep : wide;
+}
+MOEFLOW_FN int64_t moeflow_experts_shared_bytes(int tile_tokens, int tile_rows, int tile_depth, int stages) {
+  return stages * moeflow_experts_stage_bytes(tile_tokens, tile_rows, tile_depth) + 1024;
+}
+
+/* ---- Packed weights: what experts_stream reads ----
+ * A fragment is 16 rows by 16 values as the MMA's lanes hold them, 16 bytes each: lane l has, in pairs, values 2 q and 2 q + 1
+ * of rows g and g + 8, then values 2 q + 8 and 2 q + 9 of the same rows (g = l / 4, q = l % 4). The fragments of 16 rows stand
+ * one after the other along the depth, an even number of them; zeros fill what the matrix does not. The matrix of gate_up has
+ * 2I rows: eight of gate, their eight of up, and so on. */
+
+#define MOEFLOW_FRAGMENT_ROWS 16
+#define MOEFLOW_FRAGMENT_BYTES 512
+#define MOEFLOW_STEP_DEPTH 32 /* values that two fragments cover */
+
+MOEFLOW_FN int64_t moeflow_packed_steps(int64_t depth) { return (depth + MOEFLOW_STEP_DEPTH - 1) / MOEFLOW_STEP_DEPTH; }
+MOEFLOW_FN int64_t moeflow_packed_bytes(int64_t rows, int64_t depth) { /* of one matrix; a multiple of 1024 */
+  return (rows + MOEFLOW_FRAGMENT_ROWS - 1) / MOEFLOW_FRAGMENT_ROWS * moeflow_packed_steps(depth) * 2 * MOEFLOW_FRAGMENT_BYTES;
+}
+MOEFLOW_FN int64_t moeflow_packed_gate_up_bytes(int hidden, int intermediate) {
+  return moeflow_packed_bytes(2 * (int64_t)intermediate, hidden);
+}
+MOEFLOW_FN int64_t moeflow_packed_down_bytes(int hidden, int intermediate) {
+  return moeflow_packed_bytes(hidden, intermediate);
+}
+
+/* Dynamic shared memory of experts_stream: two chunks of received rows. */
+MOEFLOW_FN int64_t moeflow_experts_stream_shared_bytes(int tile_tokens, int tile_depth) {
+  return 2 * (int64_t)tile_tokens * tile_depth * 2;
+}
+
 /* Rows that came in: row (s, t) is at base + s * block_bytes + t * row bytes. */
 struct moeflow_rows_in {
   const uint8_t *base;
@@ -258,6 +334,40 @@ struct moeflow_down_params {
   float *outputs;                /* out [positions, H] FP32 */
 };
 
+struct moeflow_experts_params { /* both forms of the experts kernel: experts (plain weights) and experts_stream (packed) */
+  struct moeflow_lane *lane;
+  struct moeflow_rows_in in;
+  const int32_t *entries;
+  const struct moeflow_tile *tiles;
+  const int32_t *tile_count;
+  const struct moeflow_tensor_map *gate_up; /* [local_experts], device memory; experts_stream: NULL */
+  const struct moeflow_tensor_map *down;
+  struct moeflow_matrix gate_up_packed; /* experts_stream: fragments, as pack_weights leaves them */
+  struct moeflow_matrix down_packed;
+  struct moeflow_experts_control *control;
+  uint16_t *activations; /* [positions, I] bf16, from gate_up units to down units */
+  float *outputs;        /* out [parts][part_stride], each [positions, H] FP32 */
+  int64_t part_stride;   /* floats from one part of the outputs to the next */
+  int32_t tiles_max;     /* of `control` */
+  int32_t up_first;      /* experts: each 8 up rows stand before their gate rows */
+  /* experts alone, and only with `sum`: owner_reduce's work, with the same meaning; `outputs` then holds nothing of use */
+  const int32_t *positions;
+  struct moeflow_rows_out out;
+  int32_t sum;
+  int32_t write_empty;
+};
+
+struct moeflow_pack_weights_params { /* plain weights to fragments: one launch for gate_up, one for down */
+  struct moeflow_matrix weights; /* gate_up: [2I, H]; down: [H, I] */
+  uint8_t *packed;               /* out: expert first_expert + i at i * moeflow_packed_.._bytes; a multiple of 16 */
+  int32_t first_expert;
+  int32_t experts;
+  int32_t down;                  /* 1: this is the down matrix; 0: gate_up, and: */
+  int32_t gate_row;              /* gate row i is row gate_row + i * row_step; up row i is up_row + i * row_step */
+  int32_t up_row;
+  int32_t row_step;
+};
+
 struct moeflow_identity_params { /* self-test in place of gate_up and down: outputs = the entry's hidden row */
   struct moeflow_lane *lane;
   struct moeflow_rows_in in;
@@ -272,8 +382,12 @@ struct moeflow_owner_reduce_params {
   struct moeflow_lane *lane;
   struct moeflow_rows_in in;
   const int32_t *positions;
-  const float *outputs;
+  const float *outputs;        /* [parts][part_stride]; the parts of a position are added in order */
+  int64_t part_stride;
   struct moeflow_rows_out out; /* return rows; `reduce: choices`: row t * K + k */
+  int32_t parts;
+  int32_t write_empty;         /* out.targets is itself the address of plain rows [ranks * rows, H] bf16, all of which are
+                                  written: those without an entry here become zeros. 0: nothing is written for these */
 };
 
 struct moeflow_combine_params {
@@ -317,8 +431,12 @@ MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_expert_index_params) == 64, "expert_
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_expert_prepare_params) == 104, "expert_prepare");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_gate_up_params) == 120, "gate_up");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_down_params) == 72, "down");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_control) == 384, "experts control");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_tensor_map) == 128, "tensor map");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_params) == 216, "experts");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_pack_weights_params) == 64, "pack_weights");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_identity_params) == 72, "identity");
-MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_owner_reduce_params) == 72, "owner_reduce");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_owner_reduce_params) == 88, "owner_reduce");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_combine_params) == 72, "combine");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_fill_params) == 48, "fill");
 #endif

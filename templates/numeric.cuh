@@ -2,7 +2,7 @@
 #ifndef MOEFLOW_NUMERIC_CUH
 #define MOEFLOW_NUMERIC_CUH
 
-#include "abi.h"
+#include "ptx.cuh"
 
 namespace moeflow {
 
@@ -43,6 +43,11 @@ __device__ __forceinline__ Eight load_eight_bf16(const void *from) {
 __device__ __forceinline__ Eight load_eight_float(const void *from) {
   const float4 low = static_cast<const float4 *>(from)[0];
   const float4 high = static_cast<const float4 *>(from)[1];
+  return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+}
+__device__ __forceinline__ Eight load_eight_l2_if(const float *from, bool wanted) {
+  const float4 low = load_l2_if(from, wanted);
+  const float4 high = load_l2_if(from + 4, wanted);
   return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
 }
 __device__ __forceinline__ void store_eight_bf16(void *to, const Eight &from) {

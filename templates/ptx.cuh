@@ -38,6 +38,12 @@ __device__ inline void load_matrix_2(uint32_t (&registers)[2], shared_address ro
 __device__ inline void mma_bf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulator::mma_bf16(sum, a, b0, b1);
 }
+__device__ inline uint64_t policy_stream() {
+  return 0;
+}
+__device__ inline void load_stream_16(uint32_t (&registers)[4], const void *from, uint64_t) {
+  emulator::load_16(registers, from);
+}
 __device__ inline uint32_t load_acquire_system(const uint32_t *from) {
   return __atomic_load_n(from, __ATOMIC_ACQUIRE);
 }
@@ -52,6 +58,28 @@ __device__ inline void store_system(uint32_t *to, uint32_t value) {
 }
 __device__ inline void fence_system() {
   __atomic_thread_fence(__ATOMIC_ACQ_REL);
+}
+__device__ inline uint32_t load_gpu(const uint32_t *from) {
+  return __atomic_load_n(from, __ATOMIC_RELAXED);
+}
+__device__ inline uint32_t load_acquire_gpu(const uint32_t *from) {
+  return __atomic_load_n(from, __ATOMIC_ACQUIRE);
+}
+__device__ inline void add_release_gpu(uint32_t *to, uint32_t value) {
+  __atomic_fetch_add(to, value, __ATOMIC_RELEASE);
+}
+__device__ inline void prefetch_line(const void *) {}
+__device__ inline uint64_t policy_evict_last() {
+  return 0;
+}
+__device__ inline void store_float(float *to, float value, uint64_t) {
+  *to = value;
+}
+__device__ inline void store_word(void *to, uint32_t value, uint64_t) {
+  *static_cast<uint32_t *>(to) = value;
+}
+__device__ inline float4 load_l2_if(const float *from, bool wanted) {
+  return wanted ? *reinterpret_cast<const float4 *>(from) : float4{};
 }
 __device__ inline uint64_t global_timer() {
   return emulator::global_timer();
@@ -85,6 +113,19 @@ __device__ __forceinline__ void copy_commit() {
 template <int pending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+/* For what is read once: first to leave the L2. */
+__device__ __forceinline__ uint64_t policy_stream() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+/* 16 bytes that nobody writes meanwhile, past the L1. Volatile: the load starts where it stands in the text. */
+__device__ __forceinline__ void load_stream_16(uint32_t (&registers)[4], const void *from, uint64_t policy) {
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "l"(from), "l"(policy));
 }
 
 /* Loads 8x8 matrices of 16-bit values: lanes 8i .. 8i + 7 give the rows of matrix i. */
@@ -125,6 +166,45 @@ __device__ __forceinline__ void store_system(uint32_t *to, uint32_t value) {
 }
 __device__ __forceinline__ void fence_system() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+__device__ __forceinline__ uint32_t load_gpu(const uint32_t *from) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t *from) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void add_release_gpu(uint32_t *to, uint32_t value) {
+  asm volatile("red.release.gpu.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+/* For what is soon read again: leaves the L2 last. */
+__device__ __forceinline__ uint64_t policy_evict_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void store_float(float *to, float value, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(to), "f"(value), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void store_word(void *to, uint32_t value, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(to), "r"(value), "l"(policy) : "memory");
+}
+/* Four values past this multiprocessor's own cache (other blocks of the kernel have written them), zeros if not wanted. No
+ * branch: several such loads are under way at a time. */
+__device__ __forceinline__ float4 load_l2_if(const float *from, bool wanted) {
+  float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
+  asm volatile("{ .reg .pred wanted; setp.ne.s32 wanted, %5, 0; @wanted ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+               : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
+               : "l"(from), "r"(static_cast<int>(wanted))
+               : "memory");
+  return value;
+}
+/* The line at this address into this multiprocessor's own cache: only for what no other block writes meanwhile. */
+__device__ __forceinline__ void prefetch_line(const void *at) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
 }
 __device__ __forceinline__ uint64_t global_timer() {
   uint64_t nanoseconds;

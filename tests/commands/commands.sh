@@ -6,7 +6,7 @@ gen=$1 run=$2 model=$3 fake_cuda=$4
 folder=$(mktemp -d) || exit 1
 trap 'rm -rf "$folder"' EXIT
 failures=0
-notes='no GPU: running on the CPU|shared expert|all ranks run on GPU 0'
+notes='no GPU: running on the CPU|shared expert|all ranks run on GPU 0|: tuned by '
 
 expect() { # expect CODE WHAT COMMAND...: the exit code, and on failure no more than one line on stderr beside the notes
   local code=$1 what=$2 got
@@ -95,6 +95,54 @@ says "doctor without NVRTC" '^MISSING +nvrtc ' '^(ok|absent) +driver ' '^ok +env
 doctor=$?
 grep -q "\"can_build\": *$([ $doctor -eq 0 ] && echo true || echo false)" "$folder/out" ||
   { echo "doctor: exit $doctor and $(cat "$folder/out")"; failures=$((failures + 1)); }
+
+# A tuned file: chosen, shown, refused, and what a build without one says to --tuned-only.
+plain=(--cache "$folder/cache" --ep 2 --capacity 8)
+mkdir "$folder/models" "$folder/models/tuned"
+cp "$model" "$folder/models/m.yaml"
+tuned_yaml=$folder/models/m.yaml tune=$folder/models/tuned/deepseek-v2-lite.bf16.fake-gpu.tune
+expect_json "explain, not tuned" "$gen" explain "$tuned_yaml" "${plain[@]}" --format json
+spec=$(python3 -c 'import json,sys; print(json.load(sys.stdin)["spec_sha256"])' <"$folder/out")
+expect 2 "--tuned-only without a file" "$gen" build "$tuned_yaml" "${plain[@]}" --tuned-only
+says "--tuned-only without a file" "nothing says what is best for up to 8 received rows on sm_90a \(no tuned file\)" \
+  "run: moeflow-gen sweep $tuned_yaml --dtype bf16 --ep 2\$"
+zeros=$(printf '0%.0s' {1..64})
+cat >"$tune" <<TUNE
+moeflow-tune 1
+model deepseek-v2-lite
+dtype bf16
+gpu Fake GPU
+multiprocessors 132
+arch sm_90a
+spec $spec
+driver 12080
+nvrtc 12080
+templates $zeros
+rows 16 experts tile_tokens=16 tile_rows=64 tile_depth=128 stages=8 parts=2 residency=1 us=61.0 default=62.2 gap_percent=1.95 ci_percent=1.60,2.30 runner_up=portable
+TUNE
+without=(env MOEFLOW_CUDA_LIB=/nonexistent "$gen") with=(env "MOEFLOW_CUDA_LIB=$fake_cuda" "$gen")
+expect 0 "the only tuned file" "${without[@]}" explain "$tuned_yaml" "${plain[@]}"
+says "the only tuned file" "tuned by $tune, the only one for this model, on Fake GPU" '^experts: [0-9]+ of [0-9]+ variants legal; pruned by' \
+  '^up to 16 .* tuned at 16: experts 61.0 us, default 62.2, gap 1.95 % \[1.60, 2.30\], runner-up portable$' \
+  '^up to 4096 .*default \(not tuned\)$' '^more .*no other kernel for this size$'
+expect_json "explain, tuned" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --format json
+says "explain, tuned" '"source": *"tuned"' '"runner_up": *"portable"'
+expect 0 "another GPU is named" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --gpu h200
+grep -q 'tuned' "$folder/err" && { echo "another GPU is named: $(cat "$folder/err")"; failures=$((failures + 1)); }
+sed 's/^multiprocessors .*/multiprocessors 7/' "$tune" >"$folder/other.tune"
+expect 0 "--tuned none" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --tuned none
+says "--tuned none" '^up to 16 .*default \(not tuned\)$'
+if [ $doctor -eq 0 ]; then
+  expect 0 "--tuned-only" "${with[@]}" build "$tuned_yaml" "${plain[@]}" --tuned-only --dry-run
+  says "--tuned-only" "tuned by $tune\$" "warning: $tune was measured with other software \(driver 12080, here .*; templates 000"
+  expect 2 "--tuned-only, more rows" "${with[@]}" build "$tuned_yaml" --cache "$folder/cache" --ep 2 --tuned-only --dry-run
+  expect 2 "a tuned file of other hardware" "${with[@]}" build "$tuned_yaml" "${plain[@]}" --tuned "$folder/other.tune" --dry-run
+  says "a tuned file of other hardware" 'is for multiprocessors 7, this is [0-9]+; run: moeflow-gen sweep'
+  mv "$folder/other.tune" "$tune"
+  expect 0 "a file found is of other hardware" "${with[@]}" build "$tuned_yaml" "${plain[@]}" --dry-run
+  says "a file found is of other hardware" 'not used: .* is for multiprocessors 7'
+fi
+rm -r "$folder/models"
 
 # A damaged entry: verify names the command that mends it, for a scaled-down model too.
 if [ $doctor -eq 0 ]; then

@@ -15,7 +15,7 @@ static void refuse(struct compiling *compiling, const char *body, const char *ar
   snprintf(text, sizeof text, "%s%s\n}\n", head, body);
   scratch_write(scratch_path("router.cuh"), text, strlen(text), 0600);
   EXPECT(model_load(MOEFLOW_SOURCE_DIR "/models/deepseek-v2-lite.yaml", &overrides, &model) == MOEFLOW_OK);
-  EXPECT(units_make(&model, scratch, 0, &units) == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(units_make(&model, NULL, scratch, 0, &units) == MOEFLOW_OK, "%s", moeflow_last_error());
   if (arch_option) strcpy(units.options[0].text[0], arch_option);
   compiling->units = &units;
   moeflow_status status = unit_compile(&units, &units.units[0], &compiling->toolchain, &result);
@@ -37,7 +37,7 @@ static void unreadable(const char *include) {
   int size = snprintf(text, sizeof text, "  # include %s\n", include);
   scratch_write(scratch_path("router.cuh"), text, (size_t)size, 0600);
   EXPECT(model_load(MOEFLOW_SOURCE_DIR "/models/deepseek-v2-lite.yaml", &overrides, &model) == MOEFLOW_OK);
-  EXPECT(units_make(&model, scratch, 0, &units) == MOEFLOW_ERROR_FORMAT, "%s", include);
+  EXPECT(units_make(&model, NULL, scratch, 0, &units) == MOEFLOW_ERROR_FORMAT, "%s", include);
   EXPECT(strstr(moeflow_last_error(), "router.cuh"), "%s", moeflow_last_error());
   units_free(&units);
 }

@@ -22,6 +22,7 @@ static const struct shape {
 
 int main(void) {
   static struct compiling compiling;
+  const struct plan_options packed = {.packed = 1};
   compiling_begin(&compiling);
   for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
     const struct shape *shape = &shapes[i];
@@ -34,7 +35,7 @@ int main(void) {
              shape->more);
     int read = model_parse(text, strlen(text), shape->name, &model) == MOEFLOW_OK;
     EXPECT(read, "%s", moeflow_last_error());
-    if (read) compiling_model(&compiling, &model, i % 2 == 1); /* every second one: all tiles */
+    if (read) compiling_model(&compiling, &model, &packed, i % 2 == 1); /* every second one: all tiles */
   }
   TEST_END;
 }

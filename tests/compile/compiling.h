@@ -28,8 +28,8 @@ static inline void compiling_begin(struct compiling *compiling) {
 static inline moeflow_status compiling_work(void *user, int task, struct pool_output *output) {
   const struct compiling *compiling = user;
   struct compile_result result;
-  moeflow_status status = unit_compile(compiling->units, &compiling->units->units[compiling->tasks[task]],
-                                       &compiling->toolchain, &result);
+  moeflow_status status =
+      unit_compile(compiling->units, &compiling->units->units[compiling->tasks[task]], &compiling->toolchain, &result);
   struct compiled compiled = {(int32_t)result.registers, (int32_t)result.static_shared_bytes, (int32_t)result.spill_bytes,
                               (int32_t)result.cubin_size};
   memcpy(output->bytes, &compiled, sizeof compiled);
@@ -89,9 +89,10 @@ static inline void compiling_run(struct compiling *compiling, const struct units
   EXPECT(pool_run(&job, &interrupted) == MOEFLOW_OK, "%s", moeflow_last_error());
 }
 
-static inline void compiling_model(struct compiling *compiling, const struct model *model, int one_per_kernel) {
+static inline void compiling_model(struct compiling *compiling, const struct model *model,
+                                   const struct plan_options *options, int one_per_kernel) {
   struct units units;
-  if (units_make(model, NULL, 0, &units) == MOEFLOW_OK) {
+  if (units_make(model, options, NULL, 0, &units) == MOEFLOW_OK) {
     compiling_run(compiling, &units, one_per_kernel);
     printf("%s: %d units for %d targets\n", model->spec.name, compiling->count, units.arch_count);
   } else {

@@ -8,6 +8,7 @@
 #include <ucontext.h>
 
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -215,28 +216,52 @@ std::vector<unsigned> order_of(unsigned count, unsigned seed) {
   return order;
 }
 
-}  // namespace
+struct Grid {
+  unsigned blocks, threads;
+  size_t shared_bytes;
+  const std::function<void()> &kernel;
 
-void launch(unsigned blocks, unsigned threads, size_t dynamic_shared_bytes, const std::function<void()> &kernel) {
-  gridDim = {blocks, 1, 1};
-  blockDim = {threads, 1, 1};
-  block.kernel = &kernel;
-  block.shared_bytes = dynamic_shared_bytes;
-  for (unsigned number : order_of(blocks, schedule)) {
+  void run(unsigned number) const {
+    gridDim = {blocks, 1, 1};
+    blockDim = {threads, 1, 1};
     blockIdx = {number, 0, 0};
     const unsigned seed = schedule < 2 ? schedule : schedule + number;
     block.warp_order = order_of(threads / 32, seed);
     block.lane_order = order_of(32, seed);
     block.greedy = schedule != 0;
+    block.kernel = &kernel;
+    block.shared_bytes = shared_bytes;
     block.shared = nullptr;
-    if (dynamic_shared_bytes) {
-      block.shared = static_cast<unsigned char *>(aligned_alloc(128, (dynamic_shared_bytes + 127) / 128 * 128));
-      memset(block.shared, 0xff, dynamic_shared_bytes);
+    if (shared_bytes) {
+      block.shared = static_cast<unsigned char *>(aligned_alloc(128, (shared_bytes + 127) / 128 * 128));
+      memset(block.shared, 0xff, shared_bytes);
     }
     start_fibers(threads);
     run_block();
     free(block.shared);
   }
+};
+
+}  // namespace
+
+void launch(unsigned blocks, unsigned threads, size_t dynamic_shared_bytes, const std::function<void()> &kernel) {
+  const Grid grid = {blocks, threads, dynamic_shared_bytes, kernel};
+  for (unsigned number : order_of(blocks, schedule)) grid.run(number);
+}
+
+void launch_together(unsigned blocks, unsigned threads, size_t dynamic_shared_bytes, const std::function<void()> &kernel) {
+  const Grid grid = {blocks, threads, dynamic_shared_bytes, kernel};
+  const unsigned callers_schedule = schedule;
+  const std::function<void(unsigned)> callers_before = before_thread;
+  std::vector<std::thread> pthreads;
+  for (unsigned number : order_of(blocks, schedule)) {
+    pthreads.emplace_back([&, number] {
+      schedule = callers_schedule;
+      before_thread = callers_before;
+      grid.run(number);
+    });
+  }
+  for (std::thread &pthread : pthreads) pthread.join();
 }
 
 void yield() {
@@ -291,6 +316,11 @@ unsigned warp_match(Site site, unsigned mask, int value) {
 
 unsigned char *dynamic_shared() {
   return block.shared;
+}
+
+void load_16(uint32_t *registers, const void *from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) fail("misaligned load", self().site);
+  memcpy(registers, from, 16);
 }
 
 /* The bytes arrive when the thread waits for them; until then the destination holds 0xff, which is NaN as bf16. All 16

@@ -1,5 +1,5 @@
 /* Runs the text of templates/ on the CPU: the CUDA words that it uses, block by block, each thread a fiber of the calling
- * pthread. Included before any template (the build does it with -include).
+ * pthread (launch) or of a pthread per block (launch_together). Included before any template, by the build's -include.
  *
  * What goes wrong silently on a GPU fails loudly here: a barrier that not all threads reach, or reach at different lines; a
  * warp function without its whole warp; shared memory read before a copy was waited for (it holds 0xff until then);
@@ -23,7 +23,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
-#define __shared__ static thread_local /* ranks of the exchange tests are pthreads, one block each */
+#define __shared__ static thread_local /* blocks that run at once have a pthread each */
 
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
@@ -57,6 +57,9 @@ extern thread_local std::function<void(unsigned thread)> before_thread;
 /* Runs `kernel` once per thread of each block. Aborts the process with a message when the kernel breaks a rule. */
 void launch(unsigned blocks, unsigned threads, size_t dynamic_shared_bytes, const std::function<void()> &kernel);
 
+/* The same, with all blocks under way at once, each on a pthread of its own: for kernels whose blocks wait for others. */
+void launch_together(unsigned blocks, unsigned threads, size_t dynamic_shared_bytes, const std::function<void()> &kernel);
+
 void yield();
 void block_barrier(Site site);
 bool block_any(Site site, bool value);
@@ -68,6 +71,7 @@ void warp_barrier(Site site);
 void check_mask(Site site, unsigned mask);
 
 unsigned char *dynamic_shared();
+void load_16(uint32_t *registers, const void *from);
 void copy_async(void *to, const void *from, int bytes);
 void copy_commit();
 void copy_wait(int pending);
@@ -132,6 +136,9 @@ inline float __fmul_rn(float a, float b) {
 }
 inline int atomicAdd(int *to, int value) {
   return emulator::change<int>(to, [=](int old) { return old + value; });
+}
+inline unsigned atomicAdd(unsigned *to, unsigned value) {
+  return emulator::change<unsigned>(to, [=](unsigned old) { return old + value; });
 }
 inline int atomicMin(int *to, int value) {
   return emulator::change<int>(to, [=](int old) { return value < old ? value : old; });

@@ -1,5 +1,8 @@
 /* expert_index, expert_prepare, identity and owner_reduce on received rows that hold everything a peer or an old step may
  * have left there, against plain loops over rows and choices. */
+#include <cmath>
+#include <functional>
+
 #include "emulated.h"
 #include "expert_index.cuh"
 #include "expert_prepare.cuh"
@@ -167,46 +170,80 @@ void check_lists(Received &received, Lists &lists, bool with_load) {
   for (size_t i = static_cast<size_t>(tile); i < lists.tiles.size(); i++) EXPECT_EQUAL(lists.tiles[i].expert, -1);
 }
 
-/* Every counting entry's output, by entry number, so that owner_reduce can be checked without the lists. */
+/* What owner_reduce makes of row r's outputs, of which `parts` stand `stride` floats apart: one sum, or K rows. */
 template <class Model>
-void check_reduce(Received &received, Lists &lists, Buffer<float> &outputs) {
+void reduce_row(Received &received, Lists &lists, const float *outputs, int parts, int64_t stride, int r,
+                const std::function<void(int, const std::vector<float> &)> &put) {
+  std::vector<float> sum(Model::hidden);
+  bool any = false;
+  for (int k = 0; k < Model::top_k; k++) {
+    const size_t entry = static_cast<size_t>(r * Model::top_k + k);
+    if (received.slot[entry] < 0) continue;
+    const float *values = outputs + lists.positions[entry] * Model::hidden;
+    for (int i = 0; i < Model::hidden; i++) {
+      float value = values[i];
+      for (int part = 1; part < parts; part++) value += values[part * stride + i];
+      const float product = received.weight[entry] * value;
+      float &s = sum[static_cast<size_t>(i)];
+      s = Model::reduce_choices ? value : any ? s + product : product;
+    }
+    any = true;
+    if (Model::reduce_choices) put(k, sum);
+  }
+  if (!Model::reduce_choices) put(any ? 0 : -1, sum);
+}
+
+void store_row(uint8_t *to, const std::vector<float> &values, bool fp32) {
+  for (size_t i = 0; i < values.size(); i++) {
+    const uint16_t narrow = to_bf16(values[i]);
+    if (fp32) {
+      memcpy(to + i * 4, &values[i], 4);
+    } else {
+      memcpy(to + i * 2, &narrow, 2);
+    }
+  }
+}
+
+/* Every counting entry's output, by entry number, so that owner_reduce can be checked without the lists. `splits` blocks
+ * share a row; `plain`: rows that are all written, one after the other. */
+template <class Model>
+void check_reduce(Received &received, Lists &lists, Buffer<float> &outputs, int parts, int splits, bool plain) {
   constexpr bool fp32 = Model::return_fp32;
+  const int rows = received.ranks * received.rows;
   const int per_token = Model::reduce_choices ? Model::top_k : 1;
-  const int64_t row_bytes = received.layout.return_bytes(fp32);
+  const int64_t row_bytes = plain ? Model::hidden * 2 : received.layout.return_bytes(fp32);
   const int64_t block = received.rows * per_token * row_bytes;
+  const int64_t stride = static_cast<int64_t>(outputs.size()) / parts;
   Buffer<uint8_t> returned(static_cast<size_t>(received.ranks * block));
   Buffer<uint8_t *> targets(static_cast<size_t>(received.ranks));
   for (size_t p = 0; p < targets.size(); p++) targets[p] = returned.data();
+  uint8_t *const *out = plain ? reinterpret_cast<uint8_t *const *>(returned.data()) : targets.data();
   moeflow_owner_reduce_params params = {
-      &lists.lane, received.in(), lists.positions.data(), outputs.data(), {targets.data(), block}};
-  emulator::launch(static_cast<unsigned>(received.ranks * received.rows), 256, 0,
-                   [&] { moeflow::owner_reduce<Model, Variant>(params); });
+      &lists.lane, received.in(), lists.positions.data(), outputs.data(), stride, {out, plain ? 0 : block}, parts, plain};
+  emulator::launch(static_cast<unsigned>(rows * splits), 256, 0, [&] { moeflow::owner_reduce<Model, Variant>(params); });
   std::vector<uint8_t> want(returned.size(), 0xff);
-  for (int r = 0; r < received.ranks * received.rows; r++) {
-    std::vector<float> sum(Model::hidden);
-    bool any = false;
-    for (int k = 0; k < Model::top_k; k++) {
-      const size_t entry = static_cast<size_t>(r * Model::top_k + k);
-      if (received.slot[entry] < 0) continue;
-      const float *values = outputs.data() + lists.positions[entry] * Model::hidden;
-      const int row = Model::reduce_choices ? r % received.rows * Model::top_k + k : r % received.rows;
-      uint8_t *to = want.data() + r / received.rows * block + row * row_bytes;
-      for (int i = 0; i < Model::hidden; i++) {
-        const float product = received.weight[entry] * values[i];
-        float &s = sum[static_cast<size_t>(i)];
-        s = Model::reduce_choices ? values[i] : any ? s + product : product;
-        const uint16_t narrow = to_bf16(s);
-        if (fp32) {
-          memcpy(to + i * 4, &s, 4);
-        } else {
-          memcpy(to + i * 2, &narrow, 2);
-        }
-      }
-      any = true;
+  for (int r = 0; r < rows; r++) {
+    reduce_row<Model>(received, lists, outputs.data(), parts, stride, r, [&](int choice, const std::vector<float> &values) {
+      if (choice < 0 && !plain) return;
+      const int row = r % received.rows * per_token + std::max(choice, 0);
+      store_row(want.data() + r / received.rows * block + row * row_bytes, values, fp32 && !plain);
+    });
+  }
+  EXPECT(!memcmp(want.data(), returned.data(), want.size()), "H %d K %d fp32 %d choices %d parts %d splits %d plain %d",
+         Model::hidden, Model::top_k, fp32, Model::reduce_choices, parts, splits, plain);
+}
+
+template <class Model>
+void check_reduces(Received &received, Lists &lists, int positions) {
+  Random random(static_cast<uint64_t>(positions) + 7);
+  for (int parts : {1, 2, 4}) {
+    /* a gap between the parts, and exponents far apart, so that another order of sums has other bits */
+    Buffer<float> outputs(static_cast<size_t>(parts * (positions * Model::hidden + 8)));
+    for (size_t i = 0; i < outputs.size(); i++) outputs[i] = std::ldexp(random.normal(), random.below(12));
+    for (int plain = 0; plain <= !Model::reduce_choices; plain++) {
+      check_reduce<Model>(received, lists, outputs, parts, parts == 2 ? 3 : 1, plain != 0);
     }
   }
-  EXPECT(!memcmp(want.data(), returned.data(), want.size()), "H %d K %d fp32 %d choices %d", Model::hidden, Model::top_k,
-         fp32, Model::reduce_choices);
 }
 
 template <class Model>
@@ -236,7 +273,7 @@ void run(int ranks, int rows, int rank, int local, int tile, bool with_load) {
       EXPECT_EQUAL(bits_of(outputs[static_cast<size_t>(lists.positions[entry] * Model::hidden + i)]), uint32_t{bits} << 16);
     }
   }
-  check_reduce<Model>(received, lists, outputs);
+  check_reduces<Model>(received, lists, positions);
 }
 
 /* Header faults: which mark, whose, and the values of both sides. */

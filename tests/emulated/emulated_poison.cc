@@ -124,7 +124,7 @@ struct World {
                                        1,     0,    activations.data()};
     const moeflow_down_params low = {&lane,       activations.data(), tiles.data(), tile_count.data(),
                                      down_matrix, outputs.data()};
-    const moeflow_owner_reduce_params reduce = {&lane, in(), positions.data(), outputs.data(), home_rows};
+    const moeflow_owner_reduce_params reduce = {&lane, in(), positions.data(), outputs.data(), 0, home_rows, 1, 0};
     const moeflow_combine_params combine = {&lane,
                                             &record,
                                             token_places.data(),

@@ -192,7 +192,7 @@ struct Rank {
 
   void reduce() {
     const moeflow_owner_reduce_params p = {
-        &lane, in(), positions.data(), outputs.data(), {return_targets.data(), return_block}};
+        &lane, in(), positions.data(), outputs.data(), 0, {return_targets.data(), return_block}, 1, 0};
     launch(ranks * rows, 256, [&] { moeflow::owner_reduce<M, Rows>(p); });
   }
 

@@ -8,7 +8,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-static struct fake_cuda fake = {.version = 13000, .devices = 1, .major = 9, .minor = 0};
+static struct fake_cuda fake = {.version = 13000, .devices = 1, .major = 9, .minor = 0, .multiprocessors = 132};
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
 EXPORT struct fake_cuda *fake_cuda(void);
@@ -80,8 +80,19 @@ EXPORT CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
 
 EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
   (void)device;
-  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? fake.major : fake.minor;
-  return CUDA_SUCCESS;
+  switch (attribute) {
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+      *value = fake.major;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+      *value = fake.minor;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+      *value = fake.multiprocessors;
+      return CUDA_SUCCESS;
+    default:
+      return CUDA_ERROR_INVALID_VALUE;
+  }
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
@@ -172,6 +183,9 @@ static size_t params_bytes(const char *kernel) {
       {"moeflow_expert_prepare", sizeof(struct moeflow_expert_prepare_params)},
       {"moeflow_gate_up", sizeof(struct moeflow_gate_up_params)},
       {"moeflow_down", sizeof(struct moeflow_down_params)},
+      {"moeflow_experts", sizeof(struct moeflow_experts_params)},
+      {"moeflow_experts_stream", sizeof(struct moeflow_experts_params)},
+      {"moeflow_pack_weights", sizeof(struct moeflow_pack_weights_params)},
       {"moeflow_identity", sizeof(struct moeflow_identity_params)},
       {"moeflow_owner_reduce", sizeof(struct moeflow_owner_reduce_params)},
       {"moeflow_combine", sizeof(struct moeflow_combine_params)},
@@ -194,6 +208,46 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsi
   memcpy(call->params, params[0], params_bytes(call->kernel));
   if (y != 1 || z != 1 || ty != 1 || tz != 1 || extra) return CUDA_ERROR_INVALID_VALUE;
   return fails(&fake.fail_launch) ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
+}
+
+/* ---- Tensor maps ---- */
+
+_Static_assert(sizeof(struct fake_tensor_map) <= sizeof(CUtensorMap), "a fake map is no larger than a real one");
+
+/* The driver's rules for the only form that is made here: bf16, nothing interleaved, the 128-byte swizzle. */
+static int map_is_legal(const struct fake_tensor_map *map, const void *at, const cuuint32_t *steps) {
+  if ((size_t)at % 64 || (size_t)map->base % 16 || !map->base) return 0;
+  if (map->box[0] * 2 % 16 || map->box[0] * 2 > 128) return 0;
+  for (int i = 0; i < map->dimensions; i++) {
+    if (map->size[i] < 1 || map->size[i] > 1ull << 32 || map->box[i] < 1 || map->box[i] > 256 || steps[i] != 1) return 0;
+  }
+  for (int i = 0; i + 1 < map->dimensions; i++) {
+    if (map->stride[i] % 16 || map->stride[i] >= 1ull << 40) return 0;
+  }
+  return 1;
+}
+
+EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t dimensions, void *base,
+                                       const cuuint64_t *size, const cuuint64_t *stride, const cuuint32_t *box,
+                                       const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                       CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  struct fake_tensor_map map = {.magic = FAKE_TENSOR_MAP, .base = base, .swizzle = swizzle, .promotion = promotion};
+  if (fails(&fake.fail_encode)) return CUDA_ERROR_INVALID_VALUE;
+  if (type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+      swizzle != CU_TENSOR_MAP_SWIZZLE_128B || dimensions < 1 || dimensions > 4) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  map.dimensions = (unsigned short)dimensions;
+  map.fill = (unsigned short)fill;
+  for (cuuint32_t i = 0; i < dimensions; i++) {
+    map.size[i] = size[i];
+    map.box[i] = box[i];
+    if (i + 1 < dimensions) map.stride[i] = stride[i];
+  }
+  if (!map_is_legal(&map, to, steps)) return CUDA_ERROR_INVALID_VALUE;
+  memset(to, 0, sizeof *to);
+  memcpy(to, &map, sizeof map);
+  return CUDA_SUCCESS;
 }
 
 /* ---- Memory ---- */

@@ -15,19 +15,31 @@ struct fake_call {
   char kernel[48]; /* cuLaunchKernel: "moeflow_pack" */
   unsigned blocks, threads, shared_bytes;
   void *stream;
-  unsigned char params[128];
+  unsigned char params[256];
 };
 
 struct fake_stream {  /* what a CUstream points to; NULL is `legacy` */
   atomic_int pending; /* collectives that have not ended */
 };
 
+#define FAKE_TENSOR_MAP 0x6d61702d66616b65ull
+
+struct fake_tensor_map { /* in place of the driver's 128 bytes: what cuTensorMapEncodeTiled was asked for */
+  unsigned long long magic;
+  const void *base;
+  unsigned long long size[4], stride[3];
+  unsigned box[4];
+  unsigned short dimensions, swizzle, promotion, fill;
+};
+
 struct fake_cuda {
   int version; /* of the driver */
   int devices;
   int major, minor;
+  int multiprocessors;
   int fail_allocation; /* 1: the next one fails, 2: the one after, ...; 0: none */
   int fail_launch;     /* the same for launches */
+  int fail_encode;     /* the same for tensor maps */
   int capturing;
   atomic_int live;        /* allocations, modules, streams and retained contexts that are not given back */
   atomic_int allocations; /* ever */

@@ -82,38 +82,69 @@ static void fake_entry(const struct plan *plan, struct plan_variant *variant, in
   free(bytes);
 }
 
-/* Two GEMM variants: up to 64 received rows, and beyond. */
-static void fake_plan(const struct spec *spec, const char *arch, struct plan *plan) {
+/* A variant of each kernel, two of each GEMM: tiles of 8 and of 32. */
+static void fake_variants(struct plan *plan, int kernel) {
+  const int experts = kernel == KERNEL_EXPERTS || kernel == KERNEL_EXPERTS_STREAM;
+  for (int n = 0; n < 1 + plan_is_gemm(kernel); n++) {
+    struct plan_variant *variant = &plan->variants[plan->variant_count];
+    const int narrow = kernel == KERNEL_ROUTER || kernel == KERNEL_EXCHANGE || plan_is_gemm(kernel);
+    *variant = (struct plan_variant){.kernel = kernel, .parts = 1, .residency = 1, .threads = narrow ? 128 : 256};
+    if (plan_is_gemm(kernel)) {
+      variant->tile_tokens = n ? 32 : 8;
+      variant->tile_rows = variant->tile_depth = 64;
+      variant->stages = 4;
+      variant->shared_bytes = 65536;
+      variant->order_tag = 1;
+    }
+    if (experts) { /* the first: parts apart; the second: two blocks a multiprocessor */
+      variant->parts = n ? 1 : 4;
+      variant->residency = n ? 2 : 1;
+      variant->threads = n ? 256 : 384;
+      variant->order_tag = (kernel == KERNEL_EXPERTS ? 16 : 32) + (n ? 0 : 2);
+    }
+    fake_entry(plan, variant, plan->variant_count++);
+  }
+}
+
+static void fake_publish(const struct plan *plan) {
   static char text[PLAN_TEXT_MAX + 1];
   char name[160], path[1024];
+  EXPECT(plan_write(plan, text, sizeof text) == MOEFLOW_OK, "%s", moeflow_last_error());
+  plan_file_name(plan, name);
+  snprintf(path, sizeof path, "%s/plans/%s", scratch, name);
+  scratch_write(path, text, strlen(text), 0600);
+}
+
+static void fake_begin(const struct spec *spec, const char *arch, struct plan *plan) {
   memset(plan, 0, sizeof *plan);
   plan->spec = *spec;
   plan->minimum_driver = 13000;
   snprintf(plan->arch, sizeof plan->arch, "%s", arch);
   fake_directory("entries");
   fake_directory("plans");
+}
+
+/* Two buckets: up to 64 received rows, and beyond. */
+UNUSED static void fake_plan(const struct spec *spec, const char *arch, struct plan *plan) {
+  fake_begin(spec, arch, plan);
   for (int kernel = 0; kernel < KERNEL_COUNT; kernel++) {
-    const int gemm = kernel == KERNEL_GATE_UP || kernel == KERNEL_DOWN;
-    for (int n = 0; n < 1 + gemm; n++) {
-      struct plan_variant *variant = &plan->variants[plan->variant_count];
-      variant->kernel = kernel;
-      variant->threads = kernel == KERNEL_ROUTER || kernel == KERNEL_EXCHANGE || gemm ? 128 : 256;
-      if (gemm) {
-        variant->tile_tokens = n ? 32 : 8;
-        variant->tile_rows = 64;
-        variant->shared_bytes = 65536;
-        variant->order_tag = 1;
-      }
-      fake_entry(plan, variant, plan->variant_count++);
-    }
+    if (kernel < KERNEL_EXPERTS || kernel > KERNEL_PACK_WEIGHTS) fake_variants(plan, kernel);
   }
-  plan->buckets[0] = (struct plan_bucket){64, 0, 0};
-  plan->buckets[1] = (struct plan_bucket){0, 1, 1};
+  plan->buckets[0] = (struct plan_bucket){64, 0, 0, PLAN_NONE, PLAN_NONE};
+  plan->buckets[1] = (struct plan_bucket){0, 1, 1, PLAN_NONE, PLAN_NONE};
   plan->bucket_count = 2;
-  EXPECT(plan_write(plan, text, sizeof text) == MOEFLOW_OK, "%s", moeflow_last_error());
-  plan_file_name(plan, name);
-  snprintf(path, sizeof path, "%s/plans/%s", scratch, name);
-  scratch_write(path, text, strlen(text), 0600);
+  fake_publish(plan);
+}
+
+/* With experts kernels: up to 16 and up to 64 received rows, beyond the portable form; packed weights in all of them. */
+UNUSED static void fake_plan_experts(const struct spec *spec, const char *arch, struct plan *plan) {
+  fake_begin(spec, arch, plan);
+  for (int kernel = 0; kernel < KERNEL_COUNT; kernel++) fake_variants(plan, kernel);
+  plan->buckets[0] = (struct plan_bucket){16, 0, 0, 0, 0};
+  plan->buckets[1] = (struct plan_bucket){64, 0, 0, 1, 1};
+  plan->buckets[2] = (struct plan_bucket){0, 1, 1, PLAN_NONE, 1};
+  plan->bucket_count = 3;
+  fake_publish(plan);
 }
 
 UNUSED static moeflow_open_config fake_open_config(void) {

@@ -89,7 +89,7 @@ int main(int count, char **arguments) {
   int update = count == 2 && strcmp(arguments[1], "--update") == 0;
   const struct model_overrides overrides = {.dtype = "bf16", .arch = "sm_90a"};
   if (model_load(MOEFLOW_SOURCE_DIR "/models/glm-5.3-flash.yaml", &overrides, &model) != MOEFLOW_OK ||
-      units_make(&model, NULL, 0, &units) != MOEFLOW_OK) {
+      units_make(&model, NULL, NULL, 0, &units) != MOEFLOW_OK) {
     fprintf(stderr, "%s\n", moeflow_last_error());
     return 1;
   }

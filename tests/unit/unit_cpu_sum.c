@@ -61,7 +61,7 @@ static void test_owner_reduce(int returned_dtype, int reduce) {
   positions[3 * K + 2] = 0;
   for (int i = 0; i < H; i++) outputs[i] = (float)(1 + i) + 0x1p-10f, outputs[H + i] = 1;
   memcpy(received[1][1] + 16 + 4 * K, weights, sizeof weights);
-  const struct moeflow_owner_reduce_params p = {&lane, in, positions, outputs, {targets, sizeof returned[0]}};
+  const struct moeflow_owner_reduce_params p = {&lane, in, positions, outputs, 0, {targets, sizeof returned[0]}, 1, 0};
   cpu_owner_reduce(&call, &p);
   for (int i = 0; i < H; i++) {
     const float sum = 1.5f * outputs[i] + 0x1p-9f, rounded = cpu_from_bf16(cpu_to_bf16(sum));
@@ -76,6 +76,52 @@ static void test_owner_reduce(int returned_dtype, int reduce) {
   }
   const int untouched = reduce == SPEC_REDUCE_CHOICES ? K + 1 : 0;
   EXPECT(returned[1][untouched][0] == 0xff && returned[0][1][0] == 0xff && returned[2][1][0] == 0xff, "other rows");
+}
+
+/* Three parts of 2^24, 1 and -2^24 in this order are 0 (FP32 has no 2^24 + 1); in any other order, or each weighted alone, 1
+ * or something else. Into plain rows, all of which are written. */
+static void test_parts(void) {
+  const float parts[3] = {0x1p24f, 1, -0x1p24f}, weights[K] = {3, 0.5f, 1};
+  float outputs[3 * (2 * H + 4)];
+  int32_t positions[RANKS * ROWS * K];
+  uint16_t plain[RANKS * ROWS + 1][H];
+  uint8_t *targets[RANKS] = {returned[0][0], returned[0][0], returned[0][0]};
+  spec.returned = SPEC_WIRE_FP32;
+  spec.reduce = SPEC_REDUCE_OWNER;
+  reset();
+  memset(positions, 0xff, sizeof positions);
+  memset(plain, 0xff, sizeof plain);
+  positions[3 * K] = 0;
+  positions[3 * K + 1] = 1;
+  for (int part = 0; part < 3; part++) {
+    for (int i = 0; i < H; i++) {
+      outputs[part * (2 * H + 4) + i] = parts[part];
+      outputs[part * (2 * H + 4) + H + i] = (float)(part + i);
+    }
+  }
+  memcpy(received[1][1] + 16 + 4 * K, weights, sizeof weights);
+  struct moeflow_owner_reduce_params p = {&lane, in, positions, outputs, 2 * H + 4, {targets, sizeof returned[0]}, 3, 0};
+  cpu_owner_reduce(&call, &p);
+  for (int i = 0; i < H; i++) {
+    const float want = 0.5f * (float)(3 + 3 * i), got = value_of(returned[1][1], i);
+    EXPECT(got == want, "column %d: %g, want %g", i, got, want);
+  }
+  p.out = (struct moeflow_rows_out){(uint8_t *const *)plain, 0};
+  p.write_empty = 1;
+  cpu_owner_reduce(&call, &p);
+  for (int i = 0; i < RANKS * ROWS * H; i++) {
+    const float want = i / H == 3 ? 0.5f * (float)(3 + 3 * (i % H)) : 0;
+    EXPECT(cpu_from_bf16(plain[i / H][i % H]) == want, "plain row %d, column %d", i / H, i % H);
+  }
+  EXPECT(plain[RANKS * ROWS][0] == 0xffff, "one row too many");
+  p.out = (struct moeflow_rows_out){targets, sizeof returned[0]};
+  p.write_empty = 0;
+  spec.reduce = SPEC_REDUCE_CHOICES;
+  cpu_owner_reduce(&call, &p);
+  for (int i = 0; i < H; i++) {
+    EXPECT(value_of(returned[1][K], i) == 0 && value_of(returned[1][K + 1], i) == (float)(3 + 3 * i), "choices, column %d",
+           i);
+  }
 }
 
 static void put_return(int owner, int row, float value) {
@@ -147,7 +193,7 @@ static void test_poisoned(void) {
   lane.poison = MOEFLOW_POISON_PEER;
   combined(cpu_combine, places, weights, 0, out);
   EXPECT(out[0] == 0x7fc0 && out[2 * H - 1] == 0x7fc0 && lane.epoch == 6 && record.finished == 5, "NaN, and the step ends");
-  const struct moeflow_owner_reduce_params p = {&lane, in, NULL, NULL, {NULL, 0}};
+  const struct moeflow_owner_reduce_params p = {&lane, in, NULL, NULL, 0, {NULL, 0}, 1, 0};
   cpu_owner_reduce(&call, &p); /* would crash if it did not return at once */
   const struct moeflow_identity_params q = {&lane, in, NULL, NULL, NULL, 1, 0};
   cpu_identity(&call, &q);
@@ -170,6 +216,7 @@ int main(void) {
   test_owner_reduce(SPEC_WIRE_FP32, SPEC_REDUCE_OWNER);
   test_owner_reduce(SPEC_WIRE_BF16, SPEC_REDUCE_CHOICES);
   test_owner_reduce(SPEC_WIRE_FP32, SPEC_REDUCE_CHOICES);
+  test_parts();
   test_combine_owners();
   test_combine_choices();
   test_poisoned();

@@ -46,6 +46,10 @@ static void test_good(void) {
          "left over from before");
   EXPECT(parse("build -j8 m.yaml -n", 2) && options.jobs == 8 && options.dry_run, "%s", printed);
   EXPECT(parse("explain m.yaml --format spec", 2) && options.format == FORMAT_SPEC, "%s", printed);
+  EXPECT(parse("build m.yaml --tuned none --gpu h200 --tuned-only --packed", 2) && options.tuned_only && options.packed,
+         "%s", printed);
+  EXPECT(!strcmp(options.tuned, "none") && !strcmp(options.gpu, "h200"), "tuned");
+  EXPECT(parse("explain m.yaml", 2) && !options.tuned && !options.gpu && !options.tuned_only && !options.packed, "defaults");
   EXPECT(parse("doctor", 2) && !options.model, "%s", printed);
   EXPECT(parse("help model", 2) && !strcmp(options.model, "model"), "%s", printed);
   EXPECT(parse("help", 2) && !options.model, "%s", printed);
@@ -61,7 +65,10 @@ static void test_bad(void) {
                {"list --ep 4", "'--ep'"},
                {"frobnicate m.yaml", "'frobnicate'"},
                {"frob\x1b[31m\nnicate", "'frob?[31m?nicate'; see"},
-               {"sweep m.yaml", "'sweep'"},
+               {"sweeps m.yaml", "'sweeps'"},
+               {"explain m.yaml --tuned-only", "'--tuned-only' is an unknown option"},
+               {"emit m.yaml --gpu h200", "'--gpu' is an unknown option"},
+               {"build m.yaml --tuned=", "--tuned is empty"},
                {"", "usage"},
                {"build", "which model"},
                {"build a.yaml b.yaml", "'b.yaml'"},
@@ -96,7 +103,7 @@ static void test_help(void) {
     EXPECT(!parse(lines[i], 1) && exit_code == 0 && printed[0], "%s: exit %d, '%s'", lines[i], exit_code, printed);
   }
   parse("--help", 1);
-  EXPECT(strstr(printed, "build MODEL.yaml") && !strstr(printed, "sweep"), "%s", printed);
+  EXPECT(strstr(printed, "build MODEL.yaml") && strstr(printed, "sweep MODEL.yaml"), "%s", printed);
 }
 
 static void test_environment(void) {

@@ -51,9 +51,9 @@ static int differing(const struct model *a, const struct model *b) {
   struct toolchain toolchain = {.identity = "nvrtc test"};
   struct units left, right;
   int count = 0;
-  EXPECT(units_make(a, NULL, 0, &left) == MOEFLOW_OK && units_keys(&left, &toolchain) == MOEFLOW_OK, "%s",
+  EXPECT(units_make(a, NULL, NULL, 0, &left) == MOEFLOW_OK && units_keys(&left, &toolchain) == MOEFLOW_OK, "%s",
          moeflow_last_error());
-  EXPECT(units_make(b, NULL, 0, &right) == MOEFLOW_OK && units_keys(&right, &toolchain) == MOEFLOW_OK, "%s",
+  EXPECT(units_make(b, NULL, NULL, 0, &right) == MOEFLOW_OK && units_keys(&right, &toolchain) == MOEFLOW_OK, "%s",
          moeflow_last_error());
   EXPECT(left.count > 0 && right.count > 0);
   for (int i = 0; i < left.count && i < right.count; i++) {
@@ -94,7 +94,7 @@ static void field_by_field(void) {
   for (int i = 0; i < n; i++) EXPECT(differing(&base, &changed[i]) > 0, "field %d decides no cubin", i);
   struct model clamped = changed[11];
   clamped.spec.activation_limit = 8;
-  EXPECT(differing(&changed[11], &clamped) == 3, "the limit alone: each gate_up");
+  EXPECT(differing(&changed[11], &clamped) == 7, "the limit alone: each of 3 gate_up and 4 experts");
   struct model scaled[2] = {changed[10], changed[10]};
   scaled[1].spec.scale_on = SPEC_SCALE_OUTPUT;
   EXPECT(differing(&scaled[0], &scaled[1]) == 3, "router and both combines");
@@ -104,17 +104,17 @@ static void digest(void) {
   const struct model one = model_of("one"), two = model_of("two");
   struct units units;
   char a[65], b[65], c[65];
-  EXPECT(units_make(&one, NULL, 0, &units) == MOEFLOW_OK);
+  EXPECT(units_make(&one, NULL, NULL, 0, &units) == MOEFLOW_OK);
   units_digest(&units, a);
   units_free(&units);
-  EXPECT(units_make(&two, NULL, 0, &units) == MOEFLOW_OK);
+  EXPECT(units_make(&two, NULL, NULL, 0, &units) == MOEFLOW_OK);
   units_digest(&units, b);
   units.templates.files[0].hash[0] ^= 1;
   units.units[0].text[0] ^= 1;
   units_digest(&units, c);
   units_free(&units);
   EXPECT(strlen(a) == 64 && strcmp(a, b) == 0 && strcmp(a, c) != 0);
-  EXPECT(units_make(&one, MOEFLOW_SOURCE_DIR "/models", 0, &units) == MOEFLOW_ERROR_FORMAT &&
+  EXPECT(units_make(&one, NULL, MOEFLOW_SOURCE_DIR "/models", 0, &units) == MOEFLOW_ERROR_FORMAT &&
              strstr(moeflow_last_error(), "holds no .cuh"),
          "%s", moeflow_last_error());
   units_free(&units);

@@ -302,6 +302,40 @@ static void test_router(int score) {
   world_close(&world);
 }
 
+/* What each rank computes between the exchanges, once more and by itself: added up over the ranks it is the step's result,
+ * bit for bit, and steps go on as if it had not been. */
+static void test_experts_again(void) {
+  struct world world = {.spec = world_spec(24, 16, 10, 3), .ranks = 3, .capacity = 9};
+  struct step step = {.tokens = {5, 0, 7}, .tokens_max = 7};
+  uint16_t rows[3][3 * 8][24]; /* R = 8 */
+  world_open(&world);
+  step_fill(&world, &step, 4);
+  for (int again = 0; again < 2; again++) {
+    world_step(&world, &step);
+    step_expect(&world, &step, "a whole step");
+    for (int r = 0; r < 3; r++) {
+      moeflow_forward_args args = MOEFLOW_FORWARD_ARGS_INIT;
+      args.tokens_max = 7;
+      args.flags = MOEFLOW_FORWARD_EXPERTS;
+      EXPECT(moeflow_forward(world.rank[r].layer, &args) == MOEFLOW_OK, "%s", moeflow_last_error());
+      args.out = rows[r];
+      memset(rows[r], 0xff, sizeof rows[r]);
+      EXPECT(moeflow_forward(world.rank[r].layer, &args) == MOEFLOW_OK, "%s", moeflow_last_error());
+    }
+    for (int row = 0; row < 3 * 8; row++) {
+      const int source = row / 8, token = row % 8, live = token < step.tokens[source];
+      for (int c = 0; c < 24; c++) {
+        float sum = 0;
+        for (int r = 0; r < 3; r++) sum += (float)reference_from_bf16(rows[r][row][c]);
+        const uint16_t want = live ? step.out[source][token * 24 + c] : 0;
+        EXPECT(reference_to_bf16(sum) == want, "row %d, column %d: %g, want %04x", row, c, sum, want);
+      }
+    }
+  }
+  step_free(&world, &step);
+  world_close(&world);
+}
+
 int main(void) {
   test_ep_sizes();
   test_shapes();
@@ -317,6 +351,7 @@ int main(void) {
   test_repeats();
   test_alias();
   test_identity();
+  test_experts_again();
   test_router(SPEC_SIGMOID);
   test_router(SPEC_SOFTMAX);
   TEST_END;

@@ -60,9 +60,29 @@ static void test_blocks(void) { /* 2^28 entries are 2^25 tiles of 8 and a few mo
   EXPECT(strstr(moeflow_last_error(), "2147483904 blocks"), "%s", moeflow_last_error());
 }
 
+/* 2^25 entries are 2^22 tiles and 4, each of 128 units of gate_up and 8 parts of 64 units of down. */
+static void test_tickets(void) {
+  for (int packed = 0; packed < 2; packed++) {
+    set_shape(8, 32);
+    context.plan.spec.hidden = context.plan.spec.intermediate = 4096;
+    context.plan.variant_count = 1;
+    context.plan.variants[0] = (struct plan_variant){.kernel = packed ? KERNEL_EXPERTS_STREAM : KERNEL_EXPERTS,
+                                                     .threads = 128,
+                                                     .tile_tokens = 8,
+                                                     .tile_rows = 64,
+                                                     .parts = 8};
+    context.plan.bucket_count = 1;
+    context.plan.buckets[0] = (struct plan_bucket){0, 0, 0, packed ? PLAN_NONE : 0, packed ? 0 : PLAN_NONE};
+    EXPECT(check_layer(2, 1 << 18, 4) == MOEFLOW_OK, "%s", moeflow_last_error());
+    EXPECT(check_layer(2, 1 << 19, 4) == MOEFLOW_ERROR_UNSUPPORTED);
+    EXPECT(strstr(moeflow_last_error(), "2684357120 blocks"), "%s", moeflow_last_error());
+  }
+}
+
 int main(void) {
   test_entries();
   test_counts();
   test_blocks();
+  test_tickets();
   TEST_END;
 }

@@ -402,7 +402,10 @@ static void test_files(void) {
   static const struct {
     const char *file;
     int32_t hidden, intermediate, experts, top_k, dtype;
-  } models[] = {{"glm-5.3-flash", 4096, 2048, 288, 8, SPEC_FP8_W8A8}, {"deepseek-v2-lite", 2048, 1408, 64, 6, SPEC_BF16}};
+  } models[] = {{"glm-5.3-flash", 4096, 2048, 288, 8, SPEC_FP8_W8A8},
+                {"deepseek-v2-lite", 2048, 1408, 64, 6, SPEC_BF16},
+                {"qwen3-30b-a3b", 2048, 768, 128, 8, SPEC_BF16},
+                {"mixtral-8x7b", 4096, 14336, 8, 2, SPEC_BF16}};
   for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
     char path[512];
     struct model model;

@@ -9,19 +9,22 @@ static struct plan base(void) {
   plan.spec = (struct spec){
       .name = "m", .hidden = 64, .intermediate = 32, .experts = 8, .top_k = 2, .groups = 1, .top_groups = 1, .scale = 1};
   for (int kernel = 0; kernel < KERNEL_COUNT; kernel++) {
-    int gemm = kernel == KERNEL_GATE_UP || kernel == KERNEL_DOWN;
+    int gemm = plan_is_gemm(kernel), experts = kernel == KERNEL_EXPERTS || kernel == KERNEL_EXPERTS_STREAM;
     for (int n = 0; n < (gemm ? 3 : 1); n++) {
       struct plan_variant *variant = &plan.variants[plan.variant_count++];
-      *variant = (struct plan_variant){.kernel = kernel, .threads = gemm ? 128 : 256};
+      *variant = (struct plan_variant){.kernel = kernel, .parts = 1, .residency = 1, .threads = gemm ? 128 : 256};
       for (int i = 0; i < 64; i++) variant->entry[i] = "0123456789abcdef"[(kernel + n + i) % 16];
-      if (gemm)
+      if (gemm) {
         variant->tile_tokens = 8 << (2 * n), variant->tile_rows = 64, variant->shared_bytes = 36864, variant->order_tag = 1;
+        variant->tile_depth = 64, variant->stages = 4;
+      }
+      if (experts) variant->parts = 4 >> n, variant->residency = n ? 1 : 2, variant->order_tag = 4 * kernel - n;
     }
   }
   plan.bucket_count = 3;
-  plan.buckets[0] = (struct plan_bucket){64, 0, 0};
-  plan.buckets[1] = (struct plan_bucket){512, 1, 1};
-  plan.buckets[2] = (struct plan_bucket){0, 2, 2};
+  plan.buckets[0] = (struct plan_bucket){64, 0, 0, 1, 0};
+  plan.buckets[1] = (struct plan_bucket){512, 1, 1, 0, 2};
+  plan.buckets[2] = (struct plan_bucket){0, 2, 2, PLAN_NONE, 1};
   return plan;
 }
 
@@ -58,7 +61,7 @@ static void test_fullest(void) {
   while (plan.variant_count < PLAN_VARIANTS_MAX) plan.variants[plan.variant_count++] = plan.variants[0];
   plan.bucket_count = PLAN_BUCKETS_MAX;
   for (int i = 0; i < PLAN_BUCKETS_MAX; i++)
-    plan.buckets[i] = (struct plan_bucket){i == PLAN_BUCKETS_MAX - 1 ? 0 : 2147483600 + i, 2, 2};
+    plan.buckets[i] = (struct plan_bucket){i == PLAN_BUCKETS_MAX - 1 ? 0 : 2147483600 + i, 2, 2, 2, 2};
   EXPECT(plan_write(&plan, text, sizeof text) == MOEFLOW_OK, "%s", moeflow_last_error());
   EXPECT(plan_parse(text, strlen(text), "p", &again) == MOEFLOW_OK && !memcmp(&plan, &again, sizeof plan), "%s",
          moeflow_last_error());
@@ -119,7 +122,8 @@ static void test_rules(void) {
   static const struct {
     const char *find, *put, *says;
   } edits[] = {
-      {"moeflow-plan 1", "moeflow-plan 2", "version 2"},
+      {"moeflow-plan 2", "moeflow-plan 1", "plan version 1; this library reads version 2"},
+      {"moeflow-plan 2", "moeflow-plan 3", "version 3"},
       {"arch sm_90a", "arch sm_90a/../x", "arch"},
       {"arch sm_90a", "arch compute_90", "arch"},
       {"arch sm_90a", "arch sm_90000000000000", "arch"},
@@ -140,16 +144,39 @@ static void test_rules(void) {
       {"order_tag=1\n", "order_tag=1 color=1\n", "color=1 is not a known key"},
       {"tile_tokens=8 ", "", "tile_tokens"},
       {"tile_tokens=8", "tile_tokens=08", "leading zero"},
-      {"tile_tokens=8", "tile_tokens=0", "gate_up and down have both"},
-      {"tile_tokens=0", "tile_tokens=8", "others none"},
+      {"tile_tokens=8", "tile_tokens=0", "GEMMs have all of them"},
+      {"tile_tokens=0", "tile_tokens=8", "other kernels none"},
+      {"tile_depth=64", "tile_depth=0", "GEMMs have all of them"},
+      {"tile_depth=64", "tile_depth=2048", "0 to 1024"},
+      {"tile_depth=64 ", "", "tile_depth is not where"},
+      {"stages=4", "stages=0", "GEMMs have all of them"},
+      {"stages=4", "stages=65", "0 to 64"},
+      {"stages=0", "stages=2", "other kernels none"},
+      {"parts=4", "parts=9", "1 to 8"},
+      {"parts=4", "parts=0", "1 to 8"},
+      {"parts=4", "parts=x", "parts"},
+      {"parts=1", "parts=2", "only experts"},
+      {"residency=2", "residency=3", "1 to 2"},
+      {"residency=2", "residency=0", "1 to 2"},
+      {"residency=1", "residency=2", "only experts"},
+      {"residency=2 ", "", "residency is not where"},
       {"shared=36864", "shared=99999999", "shared"},
       {"bucket 64", "bucket 512", "ascend"},
       {"bucket 64", "bucket 0", "last one"},
       {"bucket 0", "bucket 1024", "last one"},
-      {"bucket 0 gate_up=2 down=2\n", "", "last one"},
+      {"bucket 0 gate_up=2 down=2 experts_stream=1\n", "", "last one"},
       {"bucket 64 gate_up=0", "bucket 64 gate_up=3", "no variant"},
       {"bucket 64 gate_up=0 down=0", "bucket 64 gate_up=0 down=1", "must be equal"},
       {"bucket 64 gate_up=0 down=0", "bucket 64 gate_up=0 down=0 x=1", "not a known key"},
+      {"experts=1", "experts=3", "bucket 0 names experts 3"},
+      {"experts=1", "experts=-1", "experts"},
+      {"experts=1", "experts=", "experts"},
+      {"experts=1", "expert=1", "not a known key"},
+      {"experts=1 experts_stream=0", "experts_stream=0 experts=1", "not a known key"},
+      {"experts=1", "experts=1 experts=1", "not a known key"},
+      {"experts_stream=0", "experts_stream=3", "bucket 0 names experts_stream 3"},
+      {" experts_stream=0", "", "packed weights need it in all"},
+      {" experts_stream=1\n", "\n", "packed weights need it in all"},
       {"bucket 64 gate_up=0 down=0", "bucket 99999999999 gate_up=0 down=0", "too large"},
       {"bucket 64", "color 1\nbucket 64", "neither"},
       {"bucket 64", "\nbucket 64", "neither"},
@@ -159,6 +186,8 @@ static void test_rules(void) {
   *strstr(text, "end ") = 0;
   for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
     const char *at = strstr(text, edits[i].find);
+    EXPECT(at, "the plan has no '%s'", edits[i].find);
+    if (!at) continue;
     snprintf(body, sizeof body, "%.*s%s%s", (int)(at - text), text, edits[i].put, at + strlen(edits[i].find));
     expect_refused(signed_text, sign(body, signed_text), edits[i].put, edits[i].says);
   }
@@ -181,6 +210,18 @@ static void test_missing_kernels(void) {
     expect_refused(signed_text, sign(body, signed_text), line, kernel_names[kernel]);
   }
   struct plan plan = base(), again;
+  for (int i = 0; i < 3; i++) plan.buckets[i].experts = plan.buckets[i].experts_stream = PLAN_NONE;
+  plan.variant_count = 0; /* no experts, and nothing to pack for */
+  for (int i = 0; i < base().variant_count; i++) {
+    const struct plan_variant variant = base().variants[i];
+    if (variant.kernel >= KERNEL_EXPERTS && variant.kernel <= KERNEL_PACK_WEIGHTS) continue;
+    plan.variants[plan.variant_count++] = variant;
+  }
+  memset(plan.variants + plan.variant_count, 0, sizeof *plan.variants * (size_t)(PLAN_VARIANTS_MAX - plan.variant_count));
+  EXPECT(plan_write(&plan, text, sizeof text) == MOEFLOW_OK && !strstr(text, "experts="), "%s", moeflow_last_error());
+  EXPECT(plan_parse(text, strlen(text), "p", &again) == MOEFLOW_OK && !memcmp(&plan, &again, sizeof plan), "%s",
+         moeflow_last_error());
+  plan = base();
   plan.spec.reduce = SPEC_REDUCE_CHOICES; /* has no partial sums to add around a ring */
   for (int i = 0; i < plan.variant_count; i++) {
     if (plan.variants[i].kernel == KERNEL_COMBINE_RING) plan.variants[i].kernel = KERNEL_COMBINE;
@@ -189,16 +230,37 @@ static void test_missing_kernels(void) {
   EXPECT(plan_parse(text, strlen(text), "p", &again) == MOEFLOW_OK, "%s", moeflow_last_error());
 }
 
+static void expect_invariant(const struct plan *plan, int invariant, const char *what) {
+  const moeflow_status status = plan_write(plan, text, sizeof text);
+  EXPECT((status == MOEFLOW_OK) == invariant, "%s: %s", what, invariant ? moeflow_last_error() : "written");
+  if (!invariant) EXPECT(strstr(moeflow_last_error(), "order tag"), "%s: %s", what, moeflow_last_error());
+}
+
 static void test_batch_invariant(void) {
-  struct plan plan = base();
-  plan.variants[7].order_tag = 2; /* the last gate_up */
-  EXPECT(plan.variants[7].kernel == KERNEL_GATE_UP, "kernel %d", plan.variants[7].kernel);
-  EXPECT(plan_write(&plan, text, sizeof text) == MOEFLOW_OK, "%s", moeflow_last_error());
-  plan.spec.batch_invariant = 1;
-  EXPECT(plan_write(&plan, text, sizeof text) != MOEFLOW_OK && strstr(moeflow_last_error(), "order tag"), "%s",
-         moeflow_last_error());
-  plan.variants[7].order_tag = 1;
-  EXPECT(plan_write(&plan, text, sizeof text) == MOEFLOW_OK, "%s", moeflow_last_error());
+  static const struct {
+    int32_t experts[3], experts_stream[3], down_tag; /* of the last down variant */
+    int invariant;
+    const char *what;
+  } cases[] = {
+      {{-1, -1, -1}, {-1, -1, -1}, 1, 1, "the portable form alone"},
+      {{-1, -1, -1}, {-1, -1, -1}, 2, 0, "another tag of down"},
+      {{1, 1, 1}, {-1, -1, -1}, 1, 1, "one experts variant"},
+      {{1, 1, 0}, {-1, -1, -1}, 1, 0, "experts of two tags"},
+      {{1, 1, -1}, {-1, -1, -1}, 1, 0, "experts, then the portable form"},
+      {{1, 1, 1}, {2, 2, 2}, 1, 1, "and one experts_stream variant"},
+      {{1, 1, 1}, {2, 1, 2}, 1, 0, "experts_stream of two tags"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    struct plan plan = base();
+    for (int j = 0; j < 3; j++) {
+      plan.buckets[j].experts = cases[i].experts[j];
+      plan.buckets[j].experts_stream = cases[i].experts_stream[j];
+    }
+    ((struct plan_variant *)plan_variant(&plan, KERNEL_DOWN, 2))->order_tag = cases[i].down_tag;
+    expect_invariant(&plan, 1, cases[i].what); /* the model does not ask for it */
+    plan.spec.batch_invariant = 1;
+    expect_invariant(&plan, cases[i].invariant, cases[i].what);
+  }
 }
 
 static void test_write_checks(void) {

@@ -5,7 +5,7 @@ import sys
 
 # what an array calls its dtype -> the name in moeflow.h; uint16 holds bf16 bit patterns, which numpy has no type for
 NAMES = {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.int32": "int32", "torch.int64": "int64",
-         "bfloat16": "bfloat16", "uint16": "bfloat16", "float32": "float32", "int32": "int32", "int64": "int64"}
+         "torch.uint8": "uint8", "bfloat16": "bfloat16", "uint16": "bfloat16", "float32": "float32", "int32": "int32", "int64": "int64"}
 
 
 def is_torch(array: object) -> bool:

@@ -38,22 +38,27 @@ def bench_layer(spec: object) -> dict[str, Callable[[int], None]]:
     "nccl"     the whole layer, from spec.layer's hidden states, ids and weights to its out: pack, one all-to-all out,
                expert index, expert prepare, gate-up, down, owner reduce, one all-to-all back, combine. Collective over
                torch.distributed, which must be initialised with ep ranks.
-    "experts"  what this rank computes between the exchanges, as a group of one rank whose capacity is all ranks' rows and
-               in which the other ranks' experts have no place. Counted: pack, expert index, expert prepare, gate-up,
-               down, owner reduce and combine, and an exchange with nobody; the copies of pack and combine over ep * T
-               rows are more than the experts alone would need, so the figure is an upper bound.
+    "experts"  what this rank computes between the exchanges, on the rows of spec.experts. Counted: the experts (gate-up,
+               activation, down) and the weighted sums into out, rows without an expert of this rank written as zeros.
+               Beforehand and not counted: packing of rows, expert index and expert prepare, which one whole step does when
+               the arm is built, in a group of one rank in which other ranks' experts have no place. Each call has a group of
+               its own, which keeps its rows and lists until the callable is dropped.
 
-    Groups are shared by all layers of one shape, capacity and weights and live until the process ends. FP8 shapes have no
-    arms yet. Library and moeflow-gen are found as `moeflow.load` and `moeflow.generator.find` say.
+    Whole layers share a group per shape, capacity and weights, which lives until the process ends. FP8 shapes have no arms
+    yet. Library and moeflow-gen are found as `moeflow.load` and `moeflow.generator.find` say.
     """
     library.load(spec.library)
     if spec.shape.dtype != "bf16":
         return {}
     calls = {}
     if "nccl" in spec.arms and spec.layer is not None:
-        calls["nccl"] = launcher(whole_layer(spec), spec.layer)
+        layer, inputs = whole_layer(spec), spec.layer
+        args = layer.arguments(inputs.hidden, inputs.out, ids=inputs.ids, weights=inputs.weights,
+                               tokens_max=int(inputs.hidden.shape[0]))
+        calls["nccl"] = launcher(layer, args, inputs)
     if "experts" in spec.arms:
-        calls["experts"] = launcher(experts_alone(spec), spec.experts)
+        layer, rows = experts_alone(spec), int(spec.experts.hidden.shape[0])
+        calls["experts"] = launcher(layer, layer.experts_arguments(spec.experts.out, tokens_max=rows), spec.experts)
     return calls
 
 
@@ -81,47 +86,54 @@ def context_of(spec: object) -> Context:
 _layers: dict[tuple, Layer] = {}
 
 
-def cached(kind: str, spec: object, make: Callable[[], Layer]) -> Layer:
-    """One bound and prepared layer per shape, capacity and weights: the inputs differ from call to call, these do not."""
-    key = (kind, spec.shape, spec.capacity, spec.rank, id(spec.gate_up), id(spec.down))  # the layer keeps both alive
+def whole_layer(spec: object) -> Layer:
+    """The layer of a group over all ranks. Collective when it is made; the inputs differ from call to call, it does not."""
+    key = (spec.shape, spec.capacity, spec.rank, id(spec.gate_up), id(spec.down))  # the layer keeps both alive
     if key not in _layers:
-        layer = make()
-        layer.bind(spec.gate_up, spec.down)
-        prepare([layer])
-        _layers[key] = layer
+        group = Group(context_of(spec), spec.rank, spec.shape.ep, capacity=spec.capacity, transport="nccl",
+                      unique_id=unique_id_from_torch("nccl"))
+        _layers[key] = ready(Layer(group), spec)
     return _layers[key]
 
 
-def whole_layer(spec: object) -> Layer:
-    """The layer of a group over all ranks. Collective."""
-    def make() -> Layer:
-        return Layer(Group(context_of(spec), spec.rank, spec.shape.ep, capacity=spec.capacity, transport="nccl",
-                           unique_id=unique_id_from_torch("nccl")))
+def ready(layer: Layer, spec: object) -> Layer:
+    layer.bind(spec.gate_up, spec.down)
+    prepare([layer])
+    return layer
 
-    return cached("nccl", spec, make)
+
+_workspaces: dict[tuple, Group] = {}
 
 
 def experts_alone(spec: object) -> Layer:
-    """The layer of a group of one rank, for which only this rank's experts have a place."""
-    def make() -> Layer:
-        shape, local = spec.shape, spec.shape.experts // spec.shape.ep
-        first = spec.rank * local
-        group = Group(context_of(spec), 0, 1, capacity=shape.ep * spec.capacity, transport="local", local_experts_max=local,
-                      unique_id=fresh_unique_id("local"))
-        return Layer(group, places=[[expert - first if 0 <= expert - first < local else -1] for expert in range(shape.experts)])
+    """A layer of one rank that holds the rows of spec.experts as received: only this rank's experts have a place in it."""
+    shape, rows = spec.shape, int(spec.experts.hidden.shape[0])
+    local = shape.experts // shape.ep
+    first = spec.rank * local
+    context = context_of(spec)
+    group = Group(context, 0, 1, capacity=rows, transport="local", local_experts_max=local,
+                  unique_id=fresh_unique_id("local"), workspace_of=_workspaces.get((context, rows)))
+    if group.workspace_of is None:  # the layers of a model share one, as they do here
+        _workspaces.clear()
+        _workspaces[context, rows] = group
+    places = [[expert - first if 0 <= expert - first < local else -1] for expert in range(shape.experts)]
+    layer = ready(Layer(group, places=places), spec)
+    unread = spec.experts.out.clone() if layer.context.on_gpu else spec.experts.out.copy()
+    layer.forward(spec.experts.hidden, unread, ids=spec.experts.ids, weights=spec.experts.weights, tokens_max=rows)
+    if layer.context.on_gpu:
+        import torch
 
-    return cached("experts", spec, make)
+        torch.cuda.synchronize(layer.context.device)  # before another stream reads the rows, and `unread` goes
+    return layer
 
 
-def launcher(layer: Layer, inputs: object) -> Callable[[int], None]:
-    """One step over these tensors, checked once; a call sets the stream and enqueues."""
-    args = layer.arguments(inputs.hidden, inputs.out, ids=inputs.ids, weights=inputs.weights,
-                           tokens_max=int(inputs.hidden.shape[0]))
+def launcher(layer: Layer, args: library.ForwardArgs, inputs: object) -> Callable[[int], None]:
+    """A call sets the stream and enqueues; the layer and the tensors stay as long as the callable."""
     forward, handle, pointer = library.load().moeflow_forward, layer.handle, ctypes.byref(args)
 
     def launch(stream: int) -> None:
         args.stream = stream
         library.check(forward(handle, pointer))
 
-    launch.inputs = inputs  # the tensors stay as long as the callable
+    launch.inputs, launch.layer = inputs, layer
     return launch

@@ -14,7 +14,7 @@ TRANSPORTS = {"auto": 0, "nccl": 1, "window": 2, "allgather": 3, "local": 4}
 DTYPES = {"float32": 0, "bfloat16": 1, "int32": 2, "int64": 3}
 ORDERS = {"gate_up": 0, "up_gate": 1, "interleaved": 2}
 COMBINES = {"plan": 0, "ring": 1}
-FORWARD_IDENTITY = 1
+FORWARD_IDENTITY, FORWARD_EXPERTS = 1, 2
 LOG_LEVELS = ("error", "warning", "info", "debug")
 LogFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
 
@@ -61,7 +61,7 @@ class GroupConfig(SizedStructure):
     _fields_ = [("size", ctypes.c_size_t), ("rank", ctypes.c_int), ("ranks", ctypes.c_int), ("capacity", ctypes.c_int),
                 ("lanes", ctypes.c_int), ("transport", ctypes.c_int), ("unique_id", ctypes.c_void_p),
                 ("nccl_comm", ctypes.c_void_p), ("timeout_ms", ctypes.c_int), ("local_experts_max", ctypes.c_int),
-                ("allocator", ctypes.c_void_p)]
+                ("allocator", ctypes.c_void_p), ("workspace_of", ctypes.c_void_p)]
 
 
 class LayerConfig(SizedStructure):
@@ -75,7 +75,7 @@ class Weights(SizedStructure):
                 ("down_row_stride", ctypes.c_int64), ("gate_up_experts", ctypes.c_void_p), ("down_experts", ctypes.c_void_p),
                 ("lend", ctypes.c_void_p), ("lend_user", ctypes.c_void_p), ("order", ctypes.c_int),
                 ("correction_bias", ctypes.c_void_p), ("gate_up_bias", ctypes.c_void_p), ("down_bias", ctypes.c_void_p),
-                ("expert_load", ctypes.c_void_p)]
+                ("expert_load", ctypes.c_void_p), ("packed", ctypes.c_int)]
 
 
 class ForwardArgs(SizedStructure):
@@ -104,6 +104,9 @@ FUNCTIONS = {
     "moeflow_layer_destroy": (None, [HANDLE]),
     "moeflow_layer_local_experts": (ctypes.c_int, [HANDLE]),
     "moeflow_layer_bind": (None, [HANDLE, ctypes.POINTER(Weights)]),
+    "moeflow_layer_packed_bytes": (None, [HANDLE, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)]),
+    "moeflow_layer_pack": (None, [HANDLE, ctypes.POINTER(Weights), ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
+                                  ctypes.c_void_p]),
     "moeflow_prepare": (None, [OUT, ctypes.c_int, ctypes.c_int]),
     "moeflow_forward": (None, [HANDLE, ctypes.POINTER(ForwardArgs)]),
 }

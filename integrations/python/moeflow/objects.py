@@ -96,15 +96,17 @@ class Group(Handle):
     """Ranks that exchange rows. Collective: every rank creates it, in its own process or (local) its own thread.
 
     capacity is the most tokens that a rank may bring to one step. nccl_comm adopts an ncclComm_t (an int) instead of
-    unique_id. A single context, or one for each model shape that layers of this group have.
+    unique_id. A single context, or one for each model shape that layers of this group have. workspace_of: a group of this
+    rank whose activations and outputs are used instead of own ones; steps of both are then to be ordered on one stream.
     """
 
     _release = "moeflow_group_destroy"
 
     def __init__(self, contexts: Context | Sequence[Context], rank: int = 0, ranks: int = 1, *, capacity: int = 128, lanes: int = 1,
                  transport: str = "auto", unique_id: bytes | None = None, nccl_comm: int | None = None, timeout_ms: int = 0,
-                 local_experts_max: int = 0) -> None:
+                 local_experts_max: int = 0, workspace_of: "Group | None" = None) -> None:
         super().__init__()
+        self.workspace_of = workspace_of  # must outlive this group
         self.contexts = [contexts] if isinstance(contexts, Context) else list(contexts)
         self.rank, self.ranks, self.capacity, self.lanes = rank, ranks, capacity, lanes
         if unique_id is not None and len(unique_id) != library.UNIQUE_ID_BYTES:
@@ -113,7 +115,8 @@ class Group(Handle):
         config = library.GroupConfig(rank=rank, ranks=ranks, capacity=capacity, lanes=lanes,
                                      transport=number_of(library.TRANSPORTS, transport, "transport"),
                                      unique_id=ctypes.addressof(carried) if carried else None, nccl_comm=nccl_comm,
-                                     timeout_ms=timeout_ms, local_experts_max=local_experts_max)
+                                     timeout_ms=timeout_ms, local_experts_max=local_experts_max,
+                                     workspace_of=workspace_of.handle if workspace_of else None)
         handles = (ctypes.c_void_p * len(self.contexts))(*(context.handle for context in self.contexts))
         check(load().moeflow_group_create(handles, len(handles), ctypes.byref(config), ctypes.byref(self._handle)))
 
@@ -145,18 +148,51 @@ class Layer(Handle):
         check(load().moeflow_layer_create(group.handle, self.context.handle, ctypes.byref(config), ctypes.byref(self._handle)))
         self.local_experts = load().moeflow_layer_local_experts(self._handle)
 
+    @property
+    def place(self) -> dict[str, object]:
+        """Where arrays of this layer must be, as `address` takes it."""
+        return {"on_gpu": self.context.on_gpu, "device": self.context.device}
+
+    def plain(self, gate_up: object, down: object, order: str) -> library.Weights:
+        """Plain weights of all local experts, checked."""
+        c, n = self.context, self.local_experts
+        return library.Weights(
+            gate_up=address(gate_up, "gate_up", (n, 2 * c.intermediate, c.hidden), ("bfloat16",), **self.place),
+            down=address(down, "down", (n, c.hidden, c.intermediate), ("bfloat16",), **self.place),
+            order=number_of(library.ORDERS, order, "order"))
+
+    def packed_bytes(self) -> tuple[int, int]:
+        """Bytes of one local expert's packed gate_up and down; an Error where the layer takes no packed weights."""
+        sizes = ctypes.c_int64(), ctypes.c_int64()
+        check(load().moeflow_layer_packed_bytes(self.handle, ctypes.byref(sizes[0]), ctypes.byref(sizes[1])))
+        return sizes[0].value, sizes[1].value
+
+    def packed(self, gate_up: object, down: object, count: int, writable: bool = False) -> tuple[int, int]:
+        """Addresses of packed weights of so many experts, checked: uint8 arrays [count, packed_bytes]."""
+        return tuple(address(array, f"packed {name}", (count, size), ("uint8",), writable=writable, **self.place)
+                     for name, array, size in zip(("gate_up", "down"), (gate_up, down), self.packed_bytes()))
+
+    def pack(self, gate_up: object, down: object, to_gate_up: object, to_down: object, *, order: str = "gate_up",
+             first: int = 0, stream: int = 0) -> None:
+        """Enqueues the packing of local experts from `first` on, as many as to_gate_up and to_down have rows, from plain weights
+        of all local experts; for `bind(..., packed=True)`. Only for plans built with `moeflow-gen build --packed`."""
+        count = len(to_gate_up)
+        to = self.packed(to_gate_up, to_down, count, writable=True)
+        config = self.plain(gate_up, down, order)
+        check(load().moeflow_layer_pack(self.handle, ctypes.byref(config), int32(first, "first"), count, *to, stream))
+
     def bind(self, gate_up: object, down: object, *, order: str = "gate_up", correction_bias: object = None,
-             expert_load: object = None) -> None:
+             expert_load: object = None, packed: bool = False) -> None:
         """Borrows gate_up [local experts, 2I, H] and down [local experts, H, I], bf16, contiguous; kept alive by the layer.
 
-        correction_bias is [E] float32, expert_load [local experts] int64 that each step adds to.
+        correction_bias is [E] float32, expert_load [local experts] int64 that each step adds to. With packed, both are
+        uint8 arrays [local experts, packed_bytes] that `pack` has filled.
         """
-        c, n = self.context, self.local_experts
-        place = {"on_gpu": c.on_gpu, "device": c.device}
-        config = library.Weights(
-            gate_up=address(gate_up, "gate_up", (n, 2 * c.intermediate, c.hidden), ("bfloat16",), **place),
-            down=address(down, "down", (n, c.hidden, c.intermediate), ("bfloat16",), **place),
-            order=number_of(library.ORDERS, order, "order"))
+        c, n, place = self.context, self.local_experts, self.place
+        if packed:
+            config = library.Weights(packed=1, **dict(zip(("gate_up", "down"), self.packed(gate_up, down, n))))
+        else:
+            config = self.plain(gate_up, down, order)
         if correction_bias is not None:
             config.correction_bias = address(correction_bias, "correction_bias", (c.experts,), ("float32",), **place)
         if expert_load is not None:
@@ -167,9 +203,8 @@ class Layer(Handle):
     def arguments(self, hidden: object, out: object, *, ids: object = None, weights: object = None, logits: object = None,
                   tokens_max: int = 0, lane: int = 0, identity: bool = False) -> library.ForwardArgs:
         """What `forward` passes, checked; the stream is still to be set."""
-        c, shape = self.context, getattr(hidden, "shape", ())
+        c, shape, place = self.context, getattr(hidden, "shape", ()), self.place
         tokens = int(shape[0]) if len(shape) else 0
-        place = {"on_gpu": c.on_gpu, "device": c.device}
         if (logits is None) == (ids is None) or (ids is None) != (weights is None):
             raise ValueError("give ids and weights, or logits")
         args = library.ForwardArgs(
@@ -183,6 +218,17 @@ class Layer(Handle):
             args.ids = address(ids, "ids", (tokens, c.top_k), ("int32", "int64"), **place)
             args.ids_dtype = library.DTYPES[dtype_of(ids)]
             args.weights = address(weights, "weights", (tokens, c.top_k), ("float32",), **place)
+        return args
+
+    def experts_arguments(self, out: object = None, *, tokens_max: int = 0, lane: int = 0) -> library.ForwardArgs:
+        """For measurement: what this rank alone computes between the exchanges, once more, on the rows that the last whole
+        step of this lane received. With `out`, bf16 [ranks * R, H], also the weighted sums; R rows a rank are the power of two
+        from tokens_max on, at most the capacity."""
+        tokens = tokens_max or self.group.capacity
+        rows = self.group.ranks * min(1 << (tokens - 1).bit_length(), self.group.capacity)
+        args = library.ForwardArgs(tokens_max=tokens_max, lane=lane, flags=library.FORWARD_EXPERTS)
+        if out is not None:
+            args.out = address(out, "out", (rows, self.context.hidden), ("bfloat16",), writable=True, **self.place)
         return args
 
     def forward(self, hidden: object, out: object, *, stream: int | None = None, **arguments: object) -> None:

@@ -241,6 +241,32 @@ class LayerTest(unittest.TestCase):
                     call()
             moeflow.Layer(group, places=np.arange(EXPERTS, dtype=np.int32).reshape(EXPERTS, 1)).close()
 
+    def test_packed_weights_are_for_gpus(self):
+        with moeflow.open(backend="cpu", spec=self.spec) as context, self.group(context) as group, self.layer(group) as layer:
+            empty = np.zeros((1, 16), np.uint8)
+            for call in (layer.packed_bytes, lambda: layer.bind(empty, empty, packed=True),
+                         lambda: layer.pack(self.gate_up, self.down, empty, empty)):
+                with self.assertRaises(moeflow.Error) as caught:
+                    call()
+                self.assertEqual(caught.exception.name, "MOEFLOW_ERROR_UNSUPPORTED")
+                self.assertIn("CPU backend", caught.exception.message)
+
+    def test_experts_once_more(self):
+        """Needs a whole step first; an `out` of another shape than [ranks * R, H] is told."""
+        with moeflow.open(backend="cpu", spec=self.spec) as context, self.group(context) as group, self.layer(group) as layer:
+            forward = lambda args: moeflow.library.check(moeflow.load().moeflow_forward(layer.handle, args))  # noqa: E731
+            inputs, out = Inputs(9, TOKENS), np.full((8, HIDDEN), 0x7FC0, np.uint16)
+            args = layer.experts_arguments(out, tokens_max=TOKENS)
+            with self.assertRaises(moeflow.Error) as caught:
+                forward(args)
+            self.assertEqual(caught.exception.name, "MOEFLOW_ERROR_STATE")
+            layer.forward(inputs.hidden, inputs.out, ids=inputs.ids, weights=inputs.weights, tokens_max=TOKENS)
+            forward(args)
+            np.testing.assert_array_equal(out[:TOKENS], inputs.out)
+            self.assertFalse(out[TOKENS:].any())
+            with self.assertRaisesRegex(ValueError, "shape"):
+                layer.experts_arguments(out[:TOKENS], tokens_max=TOKENS)
+
     def test_wrong_arrays_join_the_step(self):
         """Else the peers would wait for this rank until their time is out."""
         unique_id, polled = moeflow.unique_id("local"), [None, None]
@@ -275,8 +301,8 @@ class LayerTest(unittest.TestCase):
 class BenchTest(unittest.TestCase):
     """bench_layer's "experts" arm on the CPU backend; the arms that need GPUs are run by the tools that time them."""
 
-    def spec(self, dtype="bf16"):
-        generator, ranks, tokens = np.random.default_rng(3), 2, 3
+    def spec(self, dtype="bf16", seed=3):
+        generator, ranks, tokens = np.random.default_rng(seed), 2, 3
         rows, (gate_up, down) = ranks * tokens, make_weights()
         ids = np.stack([generator.permutation(EXPERTS)[:TOP_K] for _ in range(rows)]).astype(np.int32)
         ids[2] = [0, 1]  # all of rank 0's
@@ -290,18 +316,20 @@ class BenchTest(unittest.TestCase):
                                gate_up=gate_up[first:], down=down[first:], experts=experts), gate_up, down
 
     def test_experts_arm(self):
-        spec, gate_up, down = self.spec()
+        """Two arms at a time: each keeps the rows and lists of its own routing, and writes every row."""
+        made = [self.spec(seed=seed) for seed in (3, 4)]
         with unittest.mock.patch.object(moeflow.bench, "context_of", lambda _: moeflow.open(backend="cpu", spec=spec_text())):
-            calls = moeflow.bench_layer(spec)
-        self.assertEqual(list(calls), ["experts"])
-        weights = np.where(spec.experts.ids >= EXPERTS // 2, spec.experts.weights, 0)
-        expected = reference(spec.experts.hidden, spec.experts.ids, weights, gate_up, down, 1)
+            calls = [moeflow.bench_layer(spec) for spec, _, _ in made]
         for _ in range(2):
-            spec.experts.out[:] = 0x7FC0
-            calls["experts"](0)
-            actual = moeflow.from_bf16(spec.experts.out)
-            self.assertFalse(actual[2].any())
-            self.assertLessEqual(np.linalg.norm(actual - expected), TOLERANCE * np.linalg.norm(expected))
+            for call, (spec, gate_up, down) in zip(calls, made):
+                self.assertEqual(list(call), ["experts"])
+                weights = np.where(spec.experts.ids >= EXPERTS // 2, spec.experts.weights, 0)
+                expected = reference(spec.experts.hidden, spec.experts.ids, weights, gate_up, down, 1)
+                spec.experts.out[:] = 0x7FC0
+                call["experts"](0)
+                actual = moeflow.from_bf16(spec.experts.out)
+                self.assertFalse(actual[2].any())
+                self.assertLessEqual(np.linalg.norm(actual - expected), TOLERANCE * np.linalg.norm(expected))
 
     def test_fp8_has_no_arms_yet(self):
         self.assertEqual(moeflow.bench_layer(self.spec("fp8")[0]), {})

@@ -1,0 +1,452 @@
+#include "sweep.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "command.h"
+#include "exit_code.h"
+#include "json.h"
+#include "number.h"
+#include "progress.h"
+#include "sha256.h"
+#include "status.h"
+#include "sweep_run.h"
+#include "sweep_space.h"
+#include "tune_find.h"
+
+#define SECONDS_DEFAULT 240
+#define TOKENS_DEFAULT "1,2,4,8,16,32,64,128"
+#define TOKENS_LIMIT 65536
+#define PREPARE_SECONDS 180 /* weights of 7 GB and their reference on the CPU; a slow disk's first read of the cubins */
+#define MEASURE_SECONDS 30
+#define SEED 1
+
+const struct sweep_measure *sweep_measuring;
+
+struct sweep {
+  const struct gen_options *options;
+  struct model model; /* of one arch: the GPU's */
+  struct sweep_gpu gpu;
+  struct sweep_measure measure;
+  struct sweep_setting setting;
+  struct toolchain toolchain;
+  struct store store;
+  struct units units; /* of the default plan */
+  struct sweep_arms arms;
+  struct sweep_point points[SWEEP_POINTS_MAX];
+  int point_count;
+  struct sweep_plans plans;
+  struct sweep_log log;
+  struct sweep_job job;
+  struct tune old, tune; /* what the file held, and what it will */
+  char output[TUNE_PATH_MAX];
+  int known; /* records of an earlier sweep */
+  int legal, space;
+  double start;
+  int interrupted;
+};
+
+/* ---- What is asked ---- */
+
+int sweep_read_list(const char *option, const char *text, int64_t least, int64_t most, int *numbers, int room) {
+  int count = 0;
+  for (const char *at = text; at;) {
+    char word[32];
+    int64_t number;
+    const size_t length = strcspn(at, ",");
+    snprintf(word, sizeof word, "%.*s", (int)(length < 31 ? length : 31), at);
+    at = at[length] ? at + length + 1 : NULL;
+    const char *wrong = number_read_integer(word, &number);
+    if (wrong || number < least || number > most || count == room || (count && number <= numbers[count - 1])) {
+      status_set(MOEFLOW_ERROR_ARGUMENT,
+                 "--%s is '%.64s'; it must be up to %d ascending numbers of %lld to %lld, such as 1,2,4", option, text, room,
+                 (long long)least, (long long)most);
+      return -1;
+    }
+    numbers[count++] = (int)number;
+  }
+  return count;
+}
+
+static moeflow_status read_lists(struct sweep *sweep) {
+  const struct gen_options *options = sweep->options;
+  int tokens[SWEEP_POINTS_MAX];
+  sweep->point_count = sweep_read_list("tokens", options->tokens ? options->tokens : TOKENS_DEFAULT, 1, TOKENS_LIMIT, tokens,
+                                       SWEEP_POINTS_MAX);
+  if (sweep->point_count < 0) return MOEFLOW_ERROR_ARGUMENT;
+  for (int i = 0; i < sweep->point_count; i++) sweep->points[i].tokens = tokens[i];
+  sweep->job.device_count =
+      sweep_read_list("device", options->device ? options->device : "0", 0, 1023, sweep->job.devices, SWEEP_DEVICES_MAX);
+  return sweep->job.device_count < 0 ? MOEFLOW_ERROR_ARGUMENT : MOEFLOW_OK;
+}
+
+/* The best arch of the model's that runs on the GPU becomes its only one. */
+static moeflow_status choose_arch(struct sweep *sweep) {
+  const struct arch *candidates[ARCH_MAX];
+  struct model_deploy *deploy = &sweep->model.deploy;
+  const int count = arch_for_device(sweep->gpu.major, sweep->gpu.minor, candidates);
+  for (int c = 0; c < count; c++) {
+    for (int a = 0; a < deploy->arch_count; a++) {
+      if (deploy->arch[a] != candidates[c]) continue;
+      deploy->arch[0] = candidates[c];
+      deploy->arch_count = 1;
+      return MOEFLOW_OK;
+    }
+  }
+  return status_set(MOEFLOW_ERROR_ENVIRONMENT,
+                    "the %s has compute capability %d.%d, for which %s is not built: give --arch %s", sweep->gpu.name,
+                    sweep->gpu.major, sweep->gpu.minor, sweep->model.spec.name,
+                    count ? candidates[0]->name : "of another GPU");
+}
+
+static moeflow_status check_kernels(const struct sweep *sweep) {
+  if (sweep->model.spec.reduce == SPEC_REDUCE_CHOICES)
+    return status_set(MOEFLOW_ERROR_UNSUPPORTED,
+                      "a sweep times the experts and the owner's sums, which `reduce: choices` has not");
+  const struct arch *arch = sweep->model.deploy.arch[0];
+  if (experts_kernel_on(KERNEL_EXPERTS, arch)) return MOEFLOW_OK;
+  if (sweep->options->packed && experts_kernel_on(KERNEL_EXPERTS_STREAM, arch)) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_UNSUPPORTED,
+                    "on %s there is one form of the kernels for plain weights and nothing to choose%s", arch->name,
+                    sweep->options->packed ? "" : "; --packed sweeps experts_stream");
+}
+
+/* ---- Where results go ---- */
+
+/* The file that `build` looks for, unless another is given; in a folder that is there. */
+static moeflow_status choose_output(struct sweep *sweep) {
+  const char *given = sweep->options->output;
+  char folder[TUNE_PATH_MAX];
+  if (given) {
+    snprintf(sweep->output, sizeof sweep->output, "%s", given);
+  } else {
+    tune_path_beside(sweep->options->model, &sweep->model.spec, sweep->gpu.name, sweep->output);
+  }
+  if (strlen(sweep->output) > sizeof sweep->output - 16)
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "the path of the tuned file is too long: %.64s...", sweep->output);
+  snprintf(folder, sizeof folder, "%s", sweep->output);
+  char *end = strrchr(folder, '/');
+  if (end) end[end == folder] = 0;
+  if (end && !given && mkdir(folder, 0755) && errno != EEXIST)
+    return status_set(MOEFLOW_ERROR_CACHE, "cannot make %s: %s; say where with --output", folder, strerror(errno));
+  if (access(end ? folder : ".", W_OK | X_OK))
+    return status_set(MOEFLOW_ERROR_CACHE, "cannot write into %s: %s; say where with --output", end ? folder : ".",
+                      strerror(errno));
+  return MOEFLOW_OK;
+}
+
+static moeflow_status fill_identity(struct sweep *sweep) {
+  struct tune_identity *identity = &sweep->tune.identity;
+  const struct spec *spec = &sweep->model.spec;
+  snprintf(identity->model, sizeof identity->model, "%s", spec->name);
+  snprintf(identity->dtype, sizeof identity->dtype, "%s", spec_dtype_name(spec->dtype));
+  snprintf(identity->gpu, sizeof identity->gpu, "%s", sweep->gpu.name);
+  snprintf(identity->arch, sizeof identity->arch, "%s", sweep->model.deploy.arch[0]->name);
+  identity->multiprocessors = sweep->gpu.multiprocessors;
+  identity->driver = sweep->gpu.driver;
+  spec_hash(spec, identity->spec);
+  return units_experts_digest(&sweep->units, identity->templates);
+}
+
+/* All that a record depends on, so that another sweep may use it: EP too, since it decides how many experts a rank has. */
+static void log_identity(const struct sweep *sweep, char digits[17]) {
+  const struct tune_identity *identity = &sweep->tune.identity;
+  uint8_t digest[32];
+  char text[2048], hex[65];
+  const int length =
+      snprintf(text, sizeof text, "spec %s\ngpu %s\nmultiprocessors %d\narch %s\ntemplates %s\n%s\nep %d\nseed %d\n",
+               identity->spec, identity->gpu, identity->multiprocessors, identity->arch, identity->templates,
+               sweep->toolchain.identity, sweep->model.deploy.ep, SEED);
+  sha256(text, (size_t)length < sizeof text ? (size_t)length : sizeof text - 1, digest);
+  sha256_hex(digest, hex);
+  snprintf(digits, 17, "%.16s", hex);
+}
+
+/* Lines for rows that this sweep does not measure stay, if they were measured with the same toolchain. A file that cannot be
+ * read, or is of another model or GPU, is told before anything is measured. */
+static moeflow_status read_old(struct sweep *sweep) {
+  moeflow_status status = MOEFLOW_OK;
+  char differences[TUNE_DIFFERENCES_MAX];
+  sweep->old.count = 0;
+  if (access(sweep->output, F_OK)) return MOEFLOW_OK;
+  CHECK(tune_read(sweep->output, &sweep->old));
+  if (tune_match(&sweep->old, &sweep->tune.identity, sweep->options->model) != MOEFLOW_OK)
+    FAIL(MOEFLOW_ERROR_ARGUMENT, "%s is of another model, spec or GPU: give another with --output, or remove it",
+         sweep->output);
+  if (tune_differs(&sweep->old, &sweep->tune.identity, differences)) {
+    fprintf(stderr, "moeflow-gen sweep: %s will be replaced as a whole: %s\n", sweep->output, differences);
+    sweep->old.count = 0;
+  }
+cleanup:
+  return status;
+}
+
+static void learn(void *user, const struct sweep_record *record) {
+  struct sweep *sweep = user;
+  sweep->known++;
+  sweep_learn(&sweep->arms, sweep->points, sweep->point_count, record);
+}
+
+static moeflow_status open_log(struct sweep *sweep) {
+  char path[TUNE_PATH_MAX], digits[17];
+  log_identity(sweep, digits);
+  snprintf(path, sizeof path, "%.*s.log", (int)sizeof path - 8, sweep->output);
+  moeflow_status status = sweep_log_open(sweep->options->log ? sweep->options->log : path, digits,
+                                         sweep->options->resume != 0, learn, sweep, &sweep->log);
+  if (status == MOEFLOW_OK && sweep->log.passed_over)
+    fprintf(stderr, "moeflow-gen sweep: %d lines of %s are torn or unknown and are passed over\n", sweep->log.passed_over,
+            sweep->log.path);
+  return status;
+}
+
+/* ---- The result ---- */
+
+static void fill_line(const struct sweep_arms *arms, const struct sweep_point *point, const struct sweep_choice *choice,
+                      struct tune_line *line) {
+  const struct sweep_arm *arm = &arms->arms[choice->arm];
+  *line = (struct tune_line){.rows = point->rows,
+                             .kernel = arm->kernel,
+                             .shape = arm->shape,
+                             .us = choice->us,
+                             .default_us = choice->default_us,
+                             .gap = choice->gap,
+                             .gap_low = choice->low,
+                             .gap_high = choice->high};
+  if (choice->reason == SWEEP_KEPT) { /* what the default saves: the other way round */
+    line->gap = -choice->gap;
+    line->gap_low = -choice->high;
+    line->gap_high = -choice->low;
+  }
+  if (choice->runner_up >= 0) snprintf(line->runner_up, sizeof line->runner_up, "%s", arms->arms[choice->runner_up].name);
+}
+
+moeflow_status sweep_tune_lines(const struct sweep_arms *arms, const struct sweep_point *points, int count,
+                                const struct tune *old, struct tune *tune) {
+  struct tune_line lines[TUNE_ROWS_MAX + SWEEP_POINTS_MAX];
+  int total = 0;
+  for (int i = 0; old && i < old->count; i++) {
+    int measured = 0;
+    for (int p = 0; p < count; p++) {
+      struct sweep_choice choice;
+      sweep_choose(arms, &points[p], &choice);
+      measured |= points[p].rows == old->lines[i].rows && choice.reason != SWEEP_UNDECIDED;
+    }
+    if (!measured) lines[total++] = old->lines[i];
+  }
+  for (int p = 0; p < count; p++) {
+    struct sweep_choice choice;
+    sweep_choose(arms, &points[p], &choice);
+    if (choice.reason == SWEEP_WINS || choice.reason == SWEEP_KEPT) fill_line(arms, &points[p], &choice, &lines[total++]);
+  }
+  if (total > TUNE_ROWS_MAX)
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "%d sizes with those that are in the file, which holds %d: give another --output", total,
+                      TUNE_ROWS_MAX);
+  for (int i = 1; i < total; i++) {
+    for (int j = i; j > 0 && lines[j - 1].rows > lines[j].rows; j--) {
+      const struct tune_line swapped = lines[j];
+      lines[j] = lines[j - 1];
+      lines[j - 1] = swapped;
+    }
+  }
+  memcpy(tune->lines, lines, (size_t)total * sizeof *lines);
+  tune->count = total;
+  return MOEFLOW_OK;
+}
+
+static const char *const reasons[] = {
+    [SWEEP_WINS] = "wins", [SWEEP_KEPT] = "default", [SWEEP_UNDECIDED] = "undecided", [SWEEP_NO_DEFAULT] = "failed"};
+
+static void print_table(const struct sweep *sweep) {
+  printf("%6s %6s %-9s %9s %9s  %-24s  %s\n", "tokens", "rows", "result", "us", "default", "gap % (95 %)", "variant");
+  for (int i = 0; i < sweep->point_count; i++) {
+    struct sweep_choice choice;
+    char gap[48] = "-";
+    sweep_choose(&sweep->arms, &sweep->points[i], &choice);
+    if (choice.compared) snprintf(gap, sizeof gap, "%+.2f (%+.2f, %+.2f)", choice.gap, choice.low, choice.high);
+    printf("%6d %6d %-9s %9.1f %9.1f  %-24s  %s", sweep->points[i].tokens, sweep->points[i].rows, reasons[choice.reason],
+           choice.us, choice.default_us, gap, choice.arm >= 0 ? sweep->arms.arms[choice.arm].name : "-");
+    printf("%s%s\n", choice.runner_up >= 0 ? ", then " : "",
+           choice.runner_up >= 0 ? sweep->arms.arms[choice.runner_up].name : "");
+  }
+}
+
+static void print_json(const struct sweep *sweep) {
+  struct json json;
+  json_begin(&json, stdout);
+  json_object(&json);
+  json_key(&json, "model"), json_string(&json, sweep->model.spec.name);
+  json_key(&json, "gpu"), json_string(&json, sweep->gpu.name);
+  json_key(&json, "arch"), json_string(&json, sweep->model.deploy.arch[0]->name);
+  json_key(&json, "ep"), json_int(&json, sweep->model.deploy.ep);
+  json_key(&json, "arms"), json_int(&json, sweep->arms.count);
+  json_key(&json, "compile_seconds"), json_double(&json, sweep->plans.seconds);
+  json_key(&json, "seconds"), json_double(&json, progress_seconds() - sweep->start);
+  json_key(&json, "log"), json_string(&json, sweep->log.path);
+  json_key(&json, "tuned"), json_string(&json, sweep->output);
+  json_key(&json, "points");
+  json_array(&json);
+  for (int i = 0; i < sweep->point_count; i++) {
+    struct sweep_choice choice;
+    sweep_choose(&sweep->arms, &sweep->points[i], &choice);
+    json_object(&json);
+    json_key(&json, "tokens"), json_int(&json, sweep->points[i].tokens);
+    json_key(&json, "rows"), json_int(&json, sweep->points[i].rows);
+    json_key(&json, "result"), json_string(&json, reasons[choice.reason]);
+    json_key(&json, "variant"), json_string(&json, choice.arm >= 0 ? sweep->arms.arms[choice.arm].name : "");
+    json_key(&json, "runner_up"), json_string(&json, choice.runner_up >= 0 ? sweep->arms.arms[choice.runner_up].name : "");
+    json_key(&json, "us"), json_double(&json, choice.us);
+    json_key(&json, "default_us"), json_double(&json, choice.default_us);
+    json_key(&json, "gap_percent"), json_double(&json, choice.gap);
+    json_key(&json, "ci95_percent");
+    json_array(&json);
+    json_double(&json, choice.low), json_double(&json, choice.high);
+    json_array_end(&json);
+    json_key(&json, "failed"), json_int(&json, choice.failed);
+    json_object_end(&json);
+  }
+  json_array_end(&json);
+  json_object_end(&json);
+  json_end(&json);
+}
+
+static int count_reason(const struct sweep *sweep, enum sweep_reason reason) {
+  int count = 0;
+  for (int i = 0; i < sweep->point_count; i++) {
+    struct sweep_choice choice;
+    sweep_choose(&sweep->arms, &sweep->points[i], &choice);
+    count += choice.reason == reason;
+  }
+  return count;
+}
+
+static void say_resume(const struct sweep *sweep, const char *why) {
+  fprintf(stderr, "moeflow-gen sweep: %s; the same command with --resume goes on from %s\n", why, sweep->log.path);
+}
+
+static moeflow_status write_result(struct sweep *sweep) {
+  moeflow_status status = MOEFLOW_OK;
+  const int undecided = count_reason(sweep, SWEEP_UNDECIDED), failed = count_reason(sweep, SWEEP_NO_DEFAULT);
+  char why[64];
+  CHECK(sweep_tune_lines(&sweep->arms, sweep->points, sweep->point_count, &sweep->old, &sweep->tune));
+  sweep->tune.identity.nvrtc = sweep->plans.nvrtc;
+  if (sweep->tune.count) CHECK(tune_write(&sweep->tune, sweep->output));
+  if (sweep->options->format == FORMAT_JSON) {
+    print_json(sweep);
+  } else {
+    print_table(sweep);
+    printf("%s %s on %s: %d arms of %d legal shapes, compiled in %.1f s, %.1f s in all; %s %s\n", sweep->model.spec.name,
+           spec_dtype_name(sweep->model.spec.dtype), sweep->gpu.name, sweep->arms.count, sweep->legal, sweep->plans.seconds,
+           progress_seconds() - sweep->start,
+           sweep->tune.count ? "wrote" : "nothing was decided, not written:", sweep->output);
+  }
+  snprintf(why, sizeof why, "%d of %d sizes are undecided", undecided, sweep->point_count);
+  if (undecided) say_resume(sweep, why);
+  if (failed)
+    FAIL(MOEFLOW_ERROR_INTERNAL, "at %d of %d sizes neither the default nor the portable form is right; see %s", failed,
+         sweep->point_count, sweep->log.path);
+cleanup:
+  return status;
+}
+
+/* ---- The command ---- */
+
+static moeflow_status make_arms(struct sweep *sweep) {
+  const struct sweep_space space = {.spec = &sweep->model.spec,
+                                    .draft = &sweep->units.drafts[0],
+                                    .arch = sweep->model.deploy.arch[0],
+                                    .ep = sweep->model.deploy.ep,
+                                    .multiprocessors = sweep->gpu.multiprocessors,
+                                    .packed = sweep->options->packed != 0,
+                                    .exhaustive = sweep->options->exhaustive != 0};
+  sweep_space_count(&space, &sweep->legal, &sweep->space);
+  return sweep_space_arms(&space, &sweep->arms, sweep->points, sweep->point_count);
+}
+
+static moeflow_status compile_arms(struct sweep *sweep) {
+  const struct sweep_compiling compiling = {.model = &sweep->model,
+                                            .templates = sweep->options->templates,
+                                            .packed = sweep->options->packed != 0,
+                                            .jobs = (int)sweep->options->jobs,
+                                            .toolchain = &sweep->toolchain,
+                                            .store = &sweep->store,
+                                            .log = &sweep->log};
+  moeflow_status status = sweep_compile(&compiling, &sweep->arms, &sweep->plans, &sweep->interrupted);
+  if (status == MOEFLOW_OK)
+    fprintf(stderr, "moeflow-gen sweep: %d arms of %d legal shapes (%d in all): %d variants compiled, %d found, in %.1f s\n",
+            sweep->arms.count, sweep->legal, sweep->space, sweep->plans.compiled, sweep->plans.hits, sweep->plans.seconds);
+  return status;
+}
+
+static moeflow_status measure_arms(struct sweep *sweep) {
+  const struct gen_options *options = sweep->options;
+  const int64_t limit = options->time_limit ? options->time_limit : options->exhaustive ? 0 : SECONDS_DEFAULT;
+  sweep->setting = (struct sweep_setting){.arms = &sweep->arms,
+                                          .plans = &sweep->plans,
+                                          .cache = sweep->store.path,
+                                          .ep = sweep->model.deploy.ep,
+                                          .tokens_max = sweep->points[sweep->point_count - 1].tokens,
+                                          .seed = SEED};
+  sweep->job.measure = &sweep->measure;
+  sweep->job.patience = (struct sweep_patience){PREPARE_SECONDS, MEASURE_SECONDS};
+  sweep->job.arms = &sweep->arms;
+  sweep->job.points = sweep->points;
+  sweep->job.point_count = sweep->point_count;
+  sweep->job.log = &sweep->log;
+  sweep->job.end = limit ? sweep->start + (double)limit : 0;
+  if (sweep->known) fprintf(stderr, "moeflow-gen sweep: %d records of %s are used again\n", sweep->known, sweep->log.path);
+  return sweep_run(&sweep->job, &sweep->interrupted);
+}
+
+static moeflow_status run(struct sweep *sweep) {
+  moeflow_status status = MOEFLOW_OK;
+  const struct gen_options *options = sweep->options;
+  const struct plan_options plan_options = {.packed = options->packed != 0};
+  CHECK(read_lists(sweep));
+  CHECK(model_load(options->model, &options->overrides, &sweep->model));
+  CHECK(model_buildable(&sweep->model));
+  if (!sweep_measuring) FAIL(MOEFLOW_ERROR_INTERNAL, "this program was linked without what measures");
+  sweep->measure = *sweep_measuring;
+  sweep->measure.user = &sweep->setting;
+  CHECK(sweep_probe(&sweep->measure, sweep->job.devices, sweep->job.device_count, &sweep->gpu));
+  CHECK(choose_arch(sweep));
+  CHECK(check_kernels(sweep));
+  CHECK(toolchain_find(&sweep->toolchain));
+  CHECK(units_make(&sweep->model, &plan_options, options->templates, 0, &sweep->units));
+  CHECK(choose_output(sweep));
+  CHECK(fill_identity(sweep));
+  CHECK(read_old(sweep));
+  CHECK(make_arms(sweep));
+  CHECK(open_log(sweep));
+  CHECK(store_open(options->cache, &sweep->store));
+  CHECK(compile_arms(sweep));
+  CHECK(measure_arms(sweep));
+  if (!sweep->interrupted) CHECK(write_result(sweep));
+cleanup:
+  return status;
+}
+
+int command_sweep(const struct gen_options *options) {
+  struct sweep *sweep = calloc(1, sizeof *sweep);
+  if (!sweep) return command_status(options, status_set(MOEFLOW_ERROR_MEMORY, "no memory for a sweep"));
+  sweep->options = options;
+  sweep->store.fd = sweep->log.fd = -1;
+  sweep->start = progress_seconds();
+  int code = command_status(options, run(sweep));
+  if (sweep->interrupted) {
+    say_resume(sweep, "interrupted, nothing was chosen");
+    code = EXIT_INTERRUPTED;
+  }
+  sweep_log_close(&sweep->log);
+  sweep_plans_free(&sweep->plans);
+  sweep_space_free(&sweep->arms, sweep->points, sweep->point_count > 0 ? sweep->point_count : 0);
+  store_close(&sweep->store);
+  units_free(&sweep->units);
+  free(sweep);
+  return code;
+}

@@ -52,6 +52,12 @@ static const struct kernel_row {
     [KERNEL_FILL] = {256, 0, 0},
 };
 
+/* One order of additions for any number of received rows: asked for, or because choices return one by one so that their sums
+ * are the same however many ranks there are, and with them the rows. */
+static int one_order(const struct spec *spec) {
+  return spec->batch_invariant || spec->reduce == SPEC_REDUCE_CHOICES;
+}
+
 #define ROUTER_WIDE_EXPERTS 1024 /* beyond, a warp's scores need the shared memory of the whole block */
 
 static int is_experts(int32_t kernel) {
@@ -103,7 +109,7 @@ static moeflow_status add_gemm(struct plan_draft *draft, int32_t kernel, int32_t
   for (int i = 0; i < GEMM_TILES; i++) {
     const struct gemm_tile *tile = &gemm_tiles[i];
     int32_t stages = fitting_stages(tile, matrices, draft->shared_max);
-    if (stages && (!draft->plan.spec.batch_invariant || !tag || tile->order_tag == tag)) {
+    if (stages && (!one_order(&draft->plan.spec) || !tag || tile->order_tag == tag)) {
       tag = tag ? tag : tile->order_tag;
       const struct plan_variant variant = {.kernel = kernel,
                                            .tile_tokens = tile->tile_tokens,
@@ -176,7 +182,7 @@ static int fit(const struct plan_draft *draft, int32_t kernel, const struct expe
   return most > 0;
 }
 
-/* With batch_invariant one order of additions serves all rows, few and many: down in one part, and the experts kernel, if
+/* With one order of additions, that serves all rows, few and many: down in one part, and the experts kernel, if
  * there is one, in the open bucket too. The portable form alone would cost decode the memory's rate, which is what a layer
  * is served for; the widest tile reads weights no oftener than the portable form does. */
 static int default_shape(const struct plan_draft *draft, int32_t kernel, int32_t rows, struct experts_shape *shape) {
@@ -184,14 +190,14 @@ static int default_shape(const struct plan_draft *draft, int32_t kernel, int32_t
   for (int i = 0; i < EXPERTS_DEFAULTS; i++) {
     const struct experts_default *row = &experts_defaults[i];
     if (row->kernel != kernel) continue;
-    if (draft->plan.spec.batch_invariant) chosen = row; /* in the end the widest one, if none suits before */
+    if (one_order(&draft->plan.spec)) chosen = row; /* in the end the widest one, if none suits before */
     if (row->rows && (!rows || rows > row->rows)) continue;
     chosen = row;
     break;
   }
   if (!chosen) return 0;
   struct experts_shape wanted = chosen->shape;
-  if (draft->plan.spec.batch_invariant) wanted.parts = 1;
+  if (one_order(&draft->plan.spec)) wanted.parts = 1;
   return fit(draft, kernel, &wanted, shape);
 }
 
@@ -214,8 +220,8 @@ static const struct tune_line *tune_line_for(const struct tune *tune, int32_t ro
 /* Why a line cannot be used in this plan, NULL when it can. */
 static const char *unusable(const struct builder *builder, const struct tune_line *line) {
   if (line->kernel == KERNEL_EXPERTS_STREAM && !builder->options->packed) return "packed weights won: build --packed";
-  if (builder->draft->plan.spec.batch_invariant && (!is_experts(line->kernel) || line->shape.parts != 1)) {
-    return "the winner adds in another order: batch_invariant";
+  if (one_order(&builder->draft->plan.spec) && (!is_experts(line->kernel) || line->shape.parts != 1)) {
+    return "the winner adds in another order: batch_invariant, reduce: choices";
   }
   return NULL;
 }

@@ -3,8 +3,8 @@
  * Weights are the row operand of the MMA, 64 rows a warpgroup at a time, received rows its column operand, in the smallest
  * width that holds the tile. 8 gate rows and their 8 up rows alternate, so that both sums of one element meet in a thread.
  *
- * Order tags 16 .. 19: each sum runs over its part of the depth in ascending steps of 64, each summed from zero by the tensor
- * cores in four slices of 16 and then added in FP32, whatever the width and the tile sizes. (Tensor cores cut bits off where
+ * Order tags 16 .. 19: each sum runs over its part of the depth in ascending steps of 32, each summed from zero by the tensor
+ * cores in two slices of 16 and then added in FP32, whatever the width and the tile sizes. (Tensor cores cut bits off where
  * an FP32 addition rounds: docs/findings.md.) */
 #ifndef MOEFLOW_EXPERTS_SUMS_CUH
 #define MOEFLOW_EXPERTS_SUMS_CUH
@@ -13,6 +13,8 @@
 #include "experts_ring.cuh"
 
 namespace moeflow {
+
+constexpr int step_depth = 32; /* steps of 64 broke the error bar of layers with few intermediate values */
 
 template <class Model, class Variant>
 struct Consumer {
@@ -33,21 +35,33 @@ struct Consumer {
     named_barrier(barrier, threads);
   }
 
-  /* One column of 64 from the ring, on top of the sums. */
+  /* One column of 64 from the ring, on top of the sums: two steps of 32. Narrow ones are under way together; wide ones have
+   * one step's registers only. */
   template <int width>
   static __device__ __forceinline__ void add_column(float (&sum)[width / 2], shared_address weights, shared_address tokens) {
-    float step[width / 2];
+    constexpr int steps = column_depth / step_depth;
+    constexpr int together = width > 32 ? 1 : steps;
     const uint64_t a = matrix_descriptor(weights), b = matrix_descriptor(tokens);
-    mma_fence();
-    WarpgroupMma<width>::first(step, a, b);
 #pragma unroll
-    for (int slice = 1; slice < column_depth / 16; slice++) WarpgroupMma<width>::next(step, a + slice * 2, b + slice * 2);
-    mma_commit();
-    mma_wait<0>();
-    pin(step);
+    for (int first = 0; first < steps; first += together) {
+      float step[together][width / 2];
+      mma_fence();
 #pragma unroll
-    for (int i = 0; i < width / 2; i++) sum[i] += step[i];
-    if constexpr (width > 32) pin(sum); /* before the next step's sums take registers */
+      for (int i = 0; i < together; i++) {
+        const int at = (first + i) * step_depth * 2 / 16; /* of a descriptor's units */
+        WarpgroupMma<width>::first(step[i], a + at, b + at);
+        WarpgroupMma<width>::next(step[i], a + at + 2, b + at + 2);
+      }
+      mma_commit();
+      mma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < together; i++) {
+        pin(step[i]);
+#pragma unroll
+        for (int j = 0; j < width / 2; j++) sum[j] += step[i][j];
+      }
+      if constexpr (width > 32) pin(sum); /* before the next step's sums take registers */
+    }
   }
 
   /* A thread holds, of positions 8 j + 2 q and the next, unit rows 16 w + g (two sums) and 16 w + g + 8 (two more), for its

@@ -290,6 +290,10 @@ static void no_ring_without_owner_sums(void) {
   spec.reduce = SPEC_REDUCE_CHOICES;
   EXPECT(plan_build(&spec, "sm_90a", NULL, &draft) == MOEFLOW_OK && !plan_variant(&draft.plan, KERNEL_COMBINE_RING, 0));
   EXPECT(plan_variant(&draft.plan, KERNEL_COMBINE, 0) && plan_variant(&draft.plan, KERNEL_FILL, 0));
+  for (int b = 0; b < draft.plan.bucket_count; b++) { /* choices' sums are the same however many ranks and rows there are */
+    const struct plan_variant *variant = plan_variant(&draft.plan, KERNEL_EXPERTS, draft.plan.buckets[b].experts);
+    EXPECT(variant && variant->order_tag == 16, "bucket %d adds in another order", b);
+  }
 }
 
 static void refusals(void) {

@@ -36,7 +36,7 @@ static const struct experts_default {
     {KERNEL_EXPERTS, 8, {8, 128, 256, 3, 2, 1}},
     {KERNEL_EXPERTS, 16, {16, 128, 256, 3, 2, 1}},
     {KERNEL_EXPERTS, 64, {64, 128, 128, 5, 1, 1}},
-    {KERNEL_EXPERTS, 4096, {128, 128, 128, 5, 1, 1}},
+    {KERNEL_EXPERTS, 1024, {128, 128, 128, 5, 1, 1}},
 };
 /* clang-format on */
 #define EXPERTS_DEFAULTS ((int)(sizeof experts_defaults / sizeof experts_defaults[0]))

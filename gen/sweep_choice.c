@@ -98,7 +98,7 @@ static int is_open(const struct sweep_arms *arms, const struct sweep_point *poin
 
 static int ask(const struct sweep_point *point, enum sweep_task task, int arm, struct sweep_request *request) {
   *request = (struct sweep_request){.task = task, .tokens = point->tokens, .arm = arm, .against = sweep_incumbent(point)};
-  request->skew = task == SWEEP_SKEW ? SWEEP_SKEW_SIGMA : 0;
+  request->skew = task == SWEEP_SKEW ? SWEEP_SKEWED_ROUTING : 0;
   request->count = task == SWEEP_PAIR ? SWEEP_PAIRS : SWEEP_SCREEN_LAUNCHES;
   return 1;
 }

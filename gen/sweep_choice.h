@@ -10,7 +10,7 @@
 #define SWEEP_ARMS_MAX 2048
 #define SWEEP_POINTS_MAX 12 /* lines of a tune file */
 #define SWEEP_FINALISTS 3
-#define SWEEP_SKEW_SIGMA 1.5  /* of the skewed routing */
+#define SWEEP_SKEWED_ROUTING (-1.0) /* every token picks the same experts: bench/experts_bench.h's BENCH_SKEW_SAME */
 #define SWEEP_SKEW_SLACK 1.15 /* slower than the best by this factor on the skewed routing: not chosen */
 #define SWEEP_STREAM_GAP 2.0  /* per cent that packed weights must win, since they cost a copy in another order */
 #define SWEEP_SCREEN_LAUNCHES 4

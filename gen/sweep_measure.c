@@ -8,6 +8,8 @@
 #include "status.h"
 #include "sweep.h"
 
+_Static_assert(SWEEP_SKEWED_ROUTING == BENCH_SKEW_SAME, "the worst routing that there is");
+
 _Static_assert(SWEEP_REL_L2_MAX == EXPERTS_ROW_L2_MAX, "one bar");
 
 #define NO_PLAN (-1)

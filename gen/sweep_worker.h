@@ -39,7 +39,7 @@ struct sweep_measure {
   void *user;
   moeflow_status (*probe)(void *user, int device, struct sweep_gpu *gpu); /* what the GPU is, nothing more */
   moeflow_status (*open)(void *user, int device);
-  /* Whatever the request needs: weights, and routings of so many tokens a rank, uniform (skew 0) or lognormal. Called before
+  /* Whatever the request needs: weights, and routings of so many tokens a rank, uniform (skew 0) or skewed. Called before
    * each request; quick when all is there. */
   moeflow_status (*prepare)(void *user, const struct sweep_request *request);
   /* rel-L2 of the worst row of all routings. */

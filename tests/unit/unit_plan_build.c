@@ -119,12 +119,12 @@ static void experts_by_rows(void) {
   struct spec spec = spec_of(288, 8);
   struct plan_draft draft;
   EXPECT(plan_build(&spec, "sm_90a", NULL, &draft) == MOEFLOW_OK);
-  static const int rows[][2] = {{1, 8}, {8, 8}, {9, 16}, {16, 16}, {17, 64}, {64, 64}, {65, 128}, {4096, 128}};
+  static const int rows[][2] = {{1, 8}, {8, 8}, {9, 16}, {16, 16}, {17, 64}, {64, 64}, {65, 128}, {1024, 128}};
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     const struct plan_variant *variant = serving(&draft.plan, KERNEL_EXPERTS, rows[i][0]);
     EXPECT(variant && variant->tile_tokens == rows[i][1], "%d rows", rows[i][0]);
   }
-  EXPECT(!serving(&draft.plan, KERNEL_EXPERTS, 4097), "many rows: gate_up and down");
+  EXPECT(!serving(&draft.plan, KERNEL_EXPERTS, 1025), "many rows: gate_up and down");
   EXPECT(!serving(&draft.plan, KERNEL_EXPERTS_STREAM, 8), "packed weights only when asked for");
   EXPECT(plan_build(&spec, "sm_90", NULL, &draft) == MOEFLOW_OK && !serving(&draft.plan, KERNEL_EXPERTS, 8));
 }
@@ -184,13 +184,13 @@ static void tuned_buckets(void) {
   EXPECT(!serving(&draft.plan, KERNEL_EXPERTS, 5) && !serving(&draft.plan, KERNEL_EXPERTS, 64), "the portable form won");
   EXPECT(serving(&draft.plan, KERNEL_EXPERTS, 65)->tile_tokens == 128, "packed weights won, but these are plain");
   EXPECT(serving(&draft.plan, KERNEL_EXPERTS, 501)->tile_tokens == 128, "the default, beyond what was measured");
-  EXPECT(!serving(&draft.plan, KERNEL_EXPERTS, 4097));
+  EXPECT(!serving(&draft.plan, KERNEL_EXPERTS, 1025));
   static const struct {
     int rows;
     enum bucket_source source;
     int line;
-  } expected[] = {{4, BUCKET_TUNED, 4},      {64, BUCKET_TUNED, 64},    {288, BUCKET_DEFAULT, 0}, {500, BUCKET_DEFAULT, 0},
-                  {1728, BUCKET_DEFAULT, 0}, {4096, BUCKET_DEFAULT, 0}, {0, BUCKET_ONLY, 0}};
+  } expected[] = {{4, BUCKET_TUNED, 4},      {64, BUCKET_TUNED, 64}, {288, BUCKET_DEFAULT, 0}, {500, BUCKET_DEFAULT, 0},
+                  {1024, BUCKET_DEFAULT, 0}, {1728, BUCKET_ONLY, 0}, {0, BUCKET_ONLY, 0}};
   EXPECT(draft.plan.bucket_count == 7, "%d buckets", draft.plan.bucket_count);
   for (int i = 0; i < 7; i++) {
     EXPECT(draft.plan.buckets[i].rows_max == expected[i].rows && draft.reasons[i].source == expected[i].source &&
@@ -263,7 +263,7 @@ static void tuned_to_the_brim(void) {
   const struct plan_options options = {.tune = &tune};
   EXPECT(plan_build(&spec, "sm_90a", &options, &draft) == MOEFLOW_OK, "%s", moeflow_last_error());
   for (int i = 0; i < TUNE_ROWS_MAX; i++) EXPECT(draft.reasons[i].source == BUCKET_TUNED);
-  EXPECT(serving(&draft.plan, KERNEL_EXPERTS, 4096) && !serving(&draft.plan, KERNEL_EXPERTS, 4097));
+  EXPECT(serving(&draft.plan, KERNEL_EXPERTS, 1024) && !serving(&draft.plan, KERNEL_EXPERTS, 1025));
   survives_its_file(&draft);
 }
 

@@ -121,7 +121,7 @@ static moeflow_status time_fake(void *user, int arm, int launches, double *us) {
   if (world->record_order && world->ordered < 256) world->order[world->ordered++] = arm;
   seed = seed * 1103515245u + 12345u;
   const double noise = 1 + world->noise * ((double)(seed >> 16 & 1023) / 512 - 1);
-  *us = (skew > 0 ? behaviours[arm].skewed : behaviours[arm].us) * noise;
+  *us = (skew != 0 ? behaviours[arm].skewed : behaviours[arm].us) * noise;
   return MOEFLOW_OK;
 }
 

@@ -210,6 +210,19 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsi
   return fails(&fake.fail_launch) ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **params, void **extra) {
+  const int before = fake.call_count;
+  const CUresult result =
+      cuLaunchKernel(function, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY,
+                     config->blockDimZ, config->sharedMemBytes, config->hStream, params, extra);
+  if (fake.call_count == before) return result;
+  for (unsigned i = 0; i < config->numAttrs; i++) {
+    if (config->attrs[i].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) return CUDA_ERROR_INVALID_VALUE;
+    fake.calls[before].early = config->attrs[i].value.programmaticStreamSerializationAllowed;
+  }
+  return result;
+}
+
 /* ---- Tensor maps ---- */
 
 _Static_assert(sizeof(struct fake_tensor_map) <= sizeof(CUtensorMap), "a fake map is no larger than a real one");

@@ -14,6 +14,7 @@ struct fake_call {
   char name[48];   /* the driver function */
   char kernel[48]; /* cuLaunchKernel: "moeflow_pack" */
   unsigned blocks, threads, shared_bytes;
+  int early; /* it may be set up while the kernel before it ends */
   void *stream;
   unsigned char params[256];
 };

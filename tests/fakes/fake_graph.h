@@ -101,6 +101,7 @@ static void fake_graphs(void) {
   EXPECT_OK(driver_load());
   fake_launch = driver.cuLaunchKernel;
   driver.cuLaunchKernel = graph_kernel;
+  driver.cuLaunchKernelEx = NULL; /* all launches by one way, the hooked one */
   driver.cuStreamBeginCapture = graph_begin_capture;
   driver.cuStreamEndCapture = graph_end_capture;
   driver.cuGraphInstantiate = graph_instantiate;

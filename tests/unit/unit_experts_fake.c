@@ -233,6 +233,10 @@ static void test_step(void) {
   EXPECT_OK(moeflow_forward(layer, &args));
   const struct fake_call *call = find_launch(from, "moeflow_experts", &experts, sizeof experts);
   EXPECT(call && call->blocks == 132 && call->threads == 384 && call->shared_bytes == 65536, "the persistent grid");
+  EXPECT(call && call->early, "it waits for the kernel before it by itself");
+  for (int i = from; i < cuda->call_count; i++) {
+    EXPECT(cuda->calls[i].early == !strcmp(cuda->calls[i].kernel, "moeflow_experts"), "%s does not", cuda->calls[i].kernel);
+  }
   EXPECT(cuda->call_count - from == 7 && !find_launch(from, "moeflow_gate_up", any, 0), "in place of gate_up and down");
   EXPECT(experts.lane == lane->state && experts.in.base == lane->received && experts.in.rows == 8);
   EXPECT(experts.entries == lane->entries && experts.tiles == lane->tiles && experts.tile_count == lane->tile_count);

@@ -6,7 +6,7 @@
 #include "plan_build.h"
 
 #define EMIT_TEXT_MAX 4096
-#define EMIT_NAME_MAX 96
+#define EMIT_NAME_MAX 112
 
 /* Text of variant `index` of the draft, NUL-terminated. */
 moeflow_status emit_unit(const struct plan_draft *draft, int index, char text[EMIT_TEXT_MAX]);

@@ -1,15 +1,13 @@
 #include "setup.h"
 
-#include <errno.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "number.h"
-#include "sha256.h"
+#include "provenance.h"
 #include "status.h"
 
 static void say(const struct setup *setup, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -36,20 +34,6 @@ int setup_tokens_max(const struct setup *setup) {
 
 /* ---- Model ---- */
 
-static moeflow_status hash_file(const char *path, char hex[65]) {
-  struct sha256 hash;
-  uint8_t block[4096], digest[32];
-  size_t got;
-  FILE *file = fopen(path, "rb");
-  if (!file) return status_set(MOEFLOW_ERROR_CACHE, "cannot read %s: %s", path, strerror(errno));
-  sha256_begin(&hash);
-  while ((got = fread(block, 1, sizeof block, file)) > 0) sha256_add(&hash, block, got);
-  fclose(file);
-  sha256_end(&hash, digest);
-  sha256_hex(digest, hex);
-  return MOEFLOW_OK;
-}
-
 static const char *reduce_name(const struct options *options) {
   if (options->reduce == OPTIONS_UNSET) return NULL;
   return options->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner";
@@ -74,7 +58,7 @@ static moeflow_status load_model(struct setup *setup) {
     FAIL(MOEFLOW_ERROR_ARGUMENT,
          "--combine ring adds owners' sums, and with reduce: choices there are none; give --reduce owner");
   CHECK(spec_write(&model->spec, setup->spec_text));
-  CHECK(hash_file(options->model, setup->yaml_sha256));
+  CHECK(provenance_hash_file(options->model, setup->yaml_sha256));
   setup->capacity = model->deploy.capacity;
 
 cleanup:
@@ -242,19 +226,6 @@ static void choose_threads(struct setup *setup) {
                                                             : 2;
 }
 
-/* Only whether it may be written: told before a run of minutes rather than after it. A run that fails leaves no file. */
-static moeflow_status check_output(const char *path) {
-  const char *slash = path ? strrchr(path, '/') : NULL;
-  char folder[CACHE_PATH_MAX] = ".";
-  struct stat info;
-  if (!path) return MOEFLOW_OK;
-  if (slash) snprintf(folder, sizeof folder, "%.*s", (int)(slash - path + 1), path);
-  const int exists = stat(path, &info) == 0, is_folder = exists && S_ISDIR(info.st_mode);
-  if (!is_folder && access(exists ? path : folder, W_OK) == 0) return MOEFLOW_OK;
-  if (is_folder) errno = EISDIR;
-  return status_set(MOEFLOW_ERROR_CACHE, "--output: cannot write %s: %s", path, strerror(errno));
-}
-
 static moeflow_status read_environment(struct setup *setup) {
   static const char *const levels[] = {"error", "warning", "info", "debug"};
   const char *log = getenv("MOEFLOW_LOG"), *timeout = getenv("MOEFLOW_TIMEOUT_S");
@@ -276,7 +247,7 @@ moeflow_status setup_create(struct setup *setup) {
   CHECK(launcher_detect(&setup->launcher));
   CHECK(load_model(setup));
   CHECK(choose_ranks(setup));
-  if (setup->launcher.rank == 0) CHECK(check_output(setup->options.output));
+  if (setup->launcher.rank == 0) CHECK(provenance_check_output("--output", setup->options.output));
   CHECK(choose_backend(setup));
   CHECK(choose_transport(setup));
   choose_threads(setup);

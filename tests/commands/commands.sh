@@ -64,7 +64,8 @@ expect_json "explain without a home" env -u HOME -u XDG_CACHE_HOME -u MOEFLOW_CA
   --format json
 expect 6 "build without a home" env -u HOME -u XDG_CACHE_HOME -u MOEFLOW_CACHE_DIR "$gen" build "$model" "${small[@]}"
 expect 6 "emit, file size limit" limited "$gen" emit "$model" "${small[@]}" -o "$folder/limited"
-expect 6 "run --output, file size limit" limited "$run" "$model" "${small[@]}" --backend cpu --output "$folder/result.json"
+expect 6 "run --output, file size limit" limited "$run" "$model" "${small[@]}" --backend cpu --machine "$(printf %1024s)" \
+  --output "$folder/result.json"
 expect 6 "run --output into no folder" "$run" "$model" "${small[@]}" --backend cpu --output "$folder/none/result.json"
 says "run --output into no folder" '--output: cannot write .*No such file'
 expect 6 "run --output onto a folder" "$run" "$model" "${small[@]}" --backend cpu --output "$folder/"

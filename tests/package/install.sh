@@ -16,7 +16,7 @@ cmake -S . -B build -DCMAKE_PREFIX_PATH="$work/moved" >/dev/null
 cmake --build build
 build/layer tiny.spec
 readelf -d layer | grep -q 'libmoeflow.so.0'
-for tool in moeflow-gen moeflow-run; do "$work/moved/bin/$tool" --version; done
+for tool in moeflow-gen moeflow-run moeflow-bench; do "$work/moved/bin/$tool" --version; done
 # The example in README compiles as it stands there.
 {
   echo '#include <moeflow.h>'

@@ -375,15 +375,20 @@ static void test_again_refused(void) {
   close_world();
 }
 
-static void test_again_choices(void) {
+/* Choices go home one by one: owner_reduce hands them out, and the experts kernel sums nothing. */
+static void test_choices(void) {
   struct spec spec = fake_spec();
+  struct moeflow_experts_params experts;
   moeflow_weights weights = plain_weights();
   spec.reduce = SPEC_REDUCE_CHOICES;
   open_world(fake_plan_experts, &spec, 100);
   EXPECT_OK(moeflow_layer_bind(layer, &weights));
   EXPECT_OK(moeflow_prepare(&layer, 1, 0));
   moeflow_forward_args step = step_args(3, 5), args = again_args(5, NULL);
+  const int from = cuda->call_count;
   EXPECT_OK(moeflow_forward(layer, &step));
+  EXPECT(find_launch(from, "moeflow_experts", &experts, sizeof experts) && !experts.sum, "a choice is not summed");
+  expect_lists(from, 8, 4);
   EXPECT_STATUS(moeflow_forward(layer, &args), MOEFLOW_ERROR_UNSUPPORTED, "returns choices");
   close_world();
 }
@@ -535,7 +540,7 @@ int main(void) {
   in_child("workspace", test_workspace);
   in_child("again", test_again);
   in_child("again, refused", test_again_refused);
-  in_child("again, choices", test_again_choices);
+  in_child("choices", test_choices);
   in_child("again, other layer", test_again_other_layer);
   in_child("pack", test_pack);
   in_child("packed step", test_packed_step);

@@ -48,6 +48,14 @@ int experts_kernel_on(int32_t kernel, const struct arch *arch) {
   return arch->major >= 8;
 }
 
+const struct arch *experts_arch_beside(const struct arch *arch) {
+  if (experts_kernel_on(KERNEL_EXPERTS, arch)) return NULL;
+  for (const struct arch *other = arch_table; other->name; other++) {
+    if (other->major == arch->major && other->minor == arch->minor && experts_kernel_on(KERNEL_EXPERTS, other)) return other;
+  }
+  return NULL;
+}
+
 /* ---- What follows from a shape ---- */
 
 /* experts: warpgroups that compute, beside the one that loads. */
@@ -73,7 +81,8 @@ int64_t experts_shared_bytes(int32_t kernel, const struct experts_shape *shape) 
 int32_t experts_registers(int32_t kernel, const struct experts_shape *shape) {
   if (kernel == KERNEL_EXPERTS) {
     int32_t blocks = shape->tile_rows / MOEFLOW_UNIT_ROWS / consumer_groups(shape);
-    return (blocks + 1) * shape->tile_tokens / 2 + REGISTERS_BESIDE;
+    int32_t sums = shape->tile_tokens == 64 && shape->tile_rows == 128 ? 4 : blocks + 1; /* a pair's and two steps' */
+    return sums * shape->tile_tokens / 2 + REGISTERS_BESIDE;
   }
   return shape->stages * 4 + shape->tile_tokens / 2 + REGISTERS_BESIDE;
 }
@@ -166,7 +175,7 @@ static int breaks_width(const struct question *q) {
 
 /* Part by part the depth is read in the same steps, so that parts which divide it end together. */
 static int breaks_parts(const struct question *q) {
-  int32_t step = q->kernel == KERNEL_EXPERTS ? 64 : MOEFLOW_STEP_DEPTH;
+  int32_t step = q->kernel == KERNEL_EXPERTS ? MOEFLOW_COLUMN_DEPTH : MOEFLOW_STEP_DEPTH;
   int32_t steps = (q->spec->intermediate + step - 1) / step;
   if (steps % q->shape->parts)
     return refuse(q, "%d parts do not divide the %d steps of down's depth", q->shape->parts, steps);

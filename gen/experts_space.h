@@ -19,6 +19,10 @@ struct experts_shape {
 /* In all that follows `kernel` is KERNEL_EXPERTS or KERNEL_EXPERTS_STREAM. */
 int experts_kernel_on(int32_t kernel, const struct arch *arch);
 
+/* The target of the same compute capability that has KERNEL_EXPERTS where `arch` has not: sm_90a beside sm_90. NULL: none.
+ */
+const struct arch *experts_arch_beside(const struct arch *arch);
+
 /* Why a point is refused: the first of these rules that it breaks. */
 enum experts_rule {
   EXPERTS_LEGAL,

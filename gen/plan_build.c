@@ -35,8 +35,7 @@ static const struct experts_default {
     {KERNEL_EXPERTS_STREAM, 0, {64, 64, 256, 16, 1, 2}},
     {KERNEL_EXPERTS, 8, {8, 128, 256, 3, 2, 1}},
     {KERNEL_EXPERTS, 16, {16, 128, 256, 3, 2, 1}},
-    {KERNEL_EXPERTS, 64, {64, 128, 128, 5, 1, 1}},
-    {KERNEL_EXPERTS, 1024, {128, 128, 128, 5, 1, 1}},
+    {KERNEL_EXPERTS, 1024, {64, 128, 128, 5, 1, 1}},
 };
 /* clang-format on */
 #define EXPERTS_DEFAULTS ((int)(sizeof experts_defaults / sizeof experts_defaults[0]))
@@ -435,47 +434,84 @@ static void print_space(const struct plan_draft *draft, int32_t kernel, FILE *fi
   fputc('\n', file);
 }
 
-static void print_reason(const struct bucket_reason *reason, FILE *file) {
-  const struct tune_line *line = &reason->line;
-  switch (reason->source) {
-    case BUCKET_ONLY:
-      fprintf(file, "no other kernel for this size");
-      break;
-    case BUCKET_DEFAULT:
-      fprintf(file, "default (not tuned)%s%s", reason->note[0] ? "; " : "", reason->note);
-      break;
-    case BUCKET_TUNED:
-      fprintf(file, "tuned at %d: %s %.1f us, default %.1f, gap %.2f %% [%.2f, %.2f], runner-up %s", line->rows,
-              tune_kernel_name(line->kernel), line->us, line->default_us, line->gap, line->gap_low, line->gap_high,
-              line->runner_up[0] ? line->runner_up : "none");
-      break;
+/* What a line measured, without the runner-up's name: --format json has it. */
+static void print_measured(const struct tune_line *line, FILE *file) {
+  fprintf(file, "tuned at %d: ", line->rows);
+  if (line->us == line->default_us) { /* the gap is then to the best other one */
+    fprintf(file, "the default stays, %.1f us, %.2f %% [%.2f, %.2f] less than the next", line->us, line->gap, line->gap_low,
+            line->gap_high);
+  } else {
+    fprintf(file, "%s %.1f us, %.2f %% [%.2f, %.2f] less than the default's %.1f", tune_kernel_name(line->kernel), line->us,
+            line->gap, line->gap_low, line->gap_high, line->default_us);
   }
 }
 
-static void number_or_dash(int32_t number, char text[16]) {
-  if (number == PLAN_NONE) {
-    strcpy(text, "-");
+static void print_reason(const struct plan_draft *draft, const struct bucket_reason *reason, FILE *file) {
+  const struct arch *arch = arch_find(draft->plan.arch);
+  if (reason->source == BUCKET_TUNED) {
+    print_measured(&reason->line, file);
+    return;
+  }
+  if (reason->rows_per_expert) {
+    fprintf(file, "at most %d rows per expert; ", reason->rows_per_expert);
   } else {
-    snprintf(text, 16, "%d", number);
+    fprintf(file, "many rows per expert; ");
+  }
+  if (reason->source == BUCKET_DEFAULT) {
+    fprintf(file, "default (not tuned)%s%s", reason->note[0] ? "; " : "", reason->note);
+  } else if (arch && !experts_kernel_on(KERNEL_EXPERTS, arch)) {
+    fprintf(file, "the experts kernel is not for %s", arch->name);
+  } else {
+    fprintf(file, "no other kernel for this size");
+  }
+}
+
+/* "2 (tile 64)": the variant's number, and what tells it from the others; "-" for none. */
+static void name_variant(const struct plan *plan, int32_t kernel, int32_t number, char text[32]) {
+  const struct plan_variant *variant = number == PLAN_NONE ? NULL : plan_variant(plan, kernel, number);
+  if (variant) {
+    snprintf(text, 32, "%d (tile %d)", number, variant->tile_tokens);
+  } else {
+    strcpy(text, "-");
+  }
+}
+
+static int has_stream(const struct plan *plan) {
+  return plan_variant(plan, KERNEL_EXPERTS_STREAM, 0) != NULL;
+}
+
+static void print_bucket(const struct plan *plan, const struct plan_bucket *bucket, FILE *file) {
+  const struct {
+    int32_t kernel, number;
+  } columns[] = {{KERNEL_GATE_UP, bucket->gate_up},
+                 {KERNEL_DOWN, bucket->down},
+                 {KERNEL_EXPERTS, bucket->experts},
+                 {KERNEL_EXPERTS_STREAM, bucket->experts_stream}};
+  char rows[24] = "more", text[32];
+  if (bucket->rows_max) snprintf(rows, sizeof rows, "up to %d", bucket->rows_max);
+  fprintf(file, "%-16s", rows);
+  for (int i = 0; i < 3 + has_stream(plan); i++) {
+    name_variant(plan, columns[i].kernel, columns[i].number, text);
+    fprintf(file, " %14s", text);
   }
 }
 
 static void print_buckets(const struct plan_draft *draft, FILE *file) {
   const struct plan *plan = &draft->plan;
-  fprintf(file, "\n%-16s %7s %4s %7s %14s  why (expected rows per expert = received rows * %d / %d)\n", "received rows",
-          "gate_up", "down", "experts", "experts_stream", plan->spec.top_k, plan->spec.experts);
+  fprintf(file, "\n%-16s %14s %14s %14s%s  why\n", "received rows", "gate_up", "down", "experts",
+          has_stream(plan) ? " experts_stream" : "");
   for (int i = 0; i < plan->bucket_count; i++) {
-    const struct plan_bucket *bucket = &plan->buckets[i];
-    const struct bucket_reason *reason = &draft->reasons[i];
-    char rows[24] = "more", experts[16], stream[16], expected[48] = "many rows per expert";
-    if (bucket->rows_max) snprintf(rows, sizeof rows, "up to %d", bucket->rows_max);
-    if (reason->rows_per_expert) snprintf(expected, sizeof expected, "at most %d rows per expert", reason->rows_per_expert);
-    number_or_dash(bucket->experts, experts);
-    number_or_dash(bucket->experts_stream, stream);
-    fprintf(file, "%-16s %7d %4d %7s %14s  %s; ", rows, bucket->gate_up, bucket->down, experts, stream, expected);
-    print_reason(reason, file);
+    print_bucket(plan, &plan->buckets[i], file);
+    fprintf(file, "  ");
+    print_reason(draft, &draft->reasons[i], file);
     fputc('\n', file);
   }
+  fprintf(
+      file,
+      "A number is a variant above, its tile the rows of an expert that it takes at once; '-': gate_up and down serve.\n"
+      "gate_up and down go by the expected rows per expert, received rows * %d / %d; the default of experts by received\n"
+      "rows, which one expert may get all of. docs/kernels.md has the terms, docs/file-formats.md the tuned lines.\n",
+      plan->spec.top_k, plan->spec.experts);
 }
 
 void plan_print(const struct plan_draft *draft, FILE *file) {

@@ -46,13 +46,16 @@ static int64_t gemm_blocks(const struct plan *plan, const struct plan_bucket *bu
          blocks_for(columns, variant ? variant->tile_rows : columns);
 }
 
-/* Tickets of an experts kernel, were all its down units cut into the smallest pieces: it counts them in int32. */
+/* Tickets of an experts kernel, were all its down units cut into the smallest pieces: it counts them in int32. Sums: the
+ * last group of columns may reach as far again beyond the row. */
 static int64_t experts_tickets(const struct plan *plan, enum kernel_id kernel, int n, int64_t entries, int local_experts) {
   const struct plan_variant *variant = plan_variant(plan, kernel, n);
   if (!variant) return 0;
   const int64_t up = blocks_for(2 * (int64_t)plan->spec.intermediate, variant->tile_rows);
   const int64_t down = blocks_for(plan->spec.hidden, variant->tile_rows) * blocks_for(variant->tile_rows, MOEFLOW_UNIT_ROWS);
-  return moeflow_tiles_max(entries, local_experts, variant->tile_tokens) * (up + down * variant->parts);
+  const int64_t sums =
+      2 * blocks_for(entries / plan->spec.top_k, MOEFLOW_SUM_ROWS) * blocks_for(plan->spec.hidden, MOEFLOW_SUM_COLUMNS);
+  return moeflow_tiles_max(entries, local_experts, variant->tile_tokens) * (up + down * variant->parts) + sums;
 }
 
 static int64_t most_of(const int64_t *values, int count) {
@@ -80,7 +83,8 @@ moeflow_status layer_check_grids(const struct moeflow_layer *layer, int tokens_m
     }
     const int64_t most = most_of(blocks, sizeof blocks / sizeof *blocks);
     if (most <= INT32_MAX) continue;
-    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "%d ranks x %d rows need %lld blocks in one grid, more than 2^31 - 1",
+    return status_set(MOEFLOW_ERROR_UNSUPPORTED,
+                      "%d ranks x %d rows need %lld blocks or units of work in one launch, more than 2^31 - 1",
                       layer->group->ranks, rows, (long long)most);
   }
   return MOEFLOW_OK;
@@ -224,9 +228,8 @@ static int64_t part_stride(const struct step *step) {
 /* The experts kernel adds a row's outputs itself, where something is to be added. */
 static int sums_itself(const struct step *step) {
   const int measuring = (step->args->flags & MOEFLOW_FORWARD_EXPERTS) != 0;
-  return step->kernel == KERNEL_EXPERTS && step->layer->local_experts > 0 && !step->layer->separate_sums &&
-         !(step->args->flags & MOEFLOW_FORWARD_IDENTITY) && step->spec->reduce == SPEC_REDUCE_OWNER &&
-         (!measuring || step->args->out);
+  return step->kernel == KERNEL_EXPERTS && !step->layer->separate_sums && !(step->args->flags & MOEFLOW_FORWARD_IDENTITY) &&
+         step->spec->reduce == SPEC_REDUCE_OWNER && (!measuring || step->args->out);
 }
 
 /* Where a step's weighted sums go: return rows, or with FORWARD_EXPERTS plain rows [ranks * R, H] bf16. */
@@ -235,7 +238,8 @@ static struct moeflow_rows_out sums_out(const struct step *step) {
   return (struct moeflow_rows_out){step->lane->return_targets, out_block_bytes(step, MOEFLOW_PHASE_RETURN)};
 }
 
-/* gate_up and down in one launch of as many blocks as the device holds: they deal out the work among themselves. */
+/* gate_up, down and perhaps the rows' sums in one launch of as many blocks as the device holds: they deal out the work among
+ * themselves. */
 static moeflow_status experts(const struct step *step) {
   const struct moeflow_layer *layer = step->layer;
   const int packed = step->kernel == KERNEL_EXPERTS_STREAM;
@@ -246,6 +250,7 @@ static moeflow_status experts(const struct step *step) {
       .entries = step->lane->entries,
       .tiles = step->lane->tiles,
       .tile_count = step->lane->tile_count,
+      .entry_count = step->lane->expert_offsets + step->layer->local_experts,
       .control = step->lane->control,
       .activations = step->lane->activations,
       .outputs = step->lane->outputs,
@@ -417,8 +422,13 @@ static moeflow_status check_pointer(const char *name, const void *pointer, size_
 static moeflow_status check_args(const struct moeflow_layer *layer, const moeflow_forward_args *args, int tokens_max) {
   moeflow_status status = MOEFLOW_OK;
   if (args->flags & ~(unsigned)MOEFLOW_FORWARD_IDENTITY) FAIL(MOEFLOW_ERROR_ARGUMENT, "flags 0x%x are unknown", args->flags);
-  if (args->tokens < 0 || args->tokens > tokens_max) {
-    FAIL(MOEFLOW_ERROR_ARGUMENT, "tokens is %d and tokens_max %d", args->tokens, tokens_max);
+  if (args->tokens < 0)
+    FAIL(MOEFLOW_ERROR_ARGUMENT, "tokens is %d; it must be 0 to tokens_max %d", args->tokens, tokens_max);
+  if (args->tokens > tokens_max) {
+    FAIL(MOEFLOW_ERROR_ARGUMENT,
+         "tokens is %d, more than tokens_max %d (0 means the group's capacity, %d); bring fewer, give all ranks a larger "
+         "tokens_max, or create the group with more capacity",
+         args->tokens, tokens_max, layer->group->capacity);
   }
   if (args->tokens == 0) goto cleanup;
   CHECK(check_pointer("hidden", args->hidden, 16));

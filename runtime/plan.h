@@ -34,7 +34,7 @@ enum kernel_id {
   KERNEL_EXPERT_PREPARE,
   KERNEL_GATE_UP,
   KERNEL_DOWN,
-  KERNEL_EXPERTS,        /* gate_up and down in one launch, plain weights; not on every arch */
+  KERNEL_EXPERTS,        /* gate_up, down and the rows' sums in one launch, plain weights; not on every arch */
   KERNEL_EXPERTS_STREAM, /* the same on packed weights; in plans that were built for them, with: */
   KERNEL_PACK_WEIGHTS,
   KERNEL_IDENTITY,

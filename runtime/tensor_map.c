@@ -3,9 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BOX_COLUMNS 64 /* bf16: the 128 bytes that the swizzle permutes */
-#define GROUP_ROWS 8   /* gate rows and up rows alternate by so many */
-#define MAP_ALIGN 64   /* of a map, as the driver asks */
+#define MAP_ALIGN 64 /* of a map, as the driver asks */
 
 /* gate_up as [I / 8][2][8][H]: 8 gate rows, then their 8 up rows, or the other way round where up comes first in memory. */
 static struct tensor_view gate_up_view(const struct spec *spec, const struct layer_weights *weights, const void *matrix) {
@@ -16,9 +14,9 @@ static struct tensor_view gate_up_view(const struct spec *spec, const struct lay
   return (struct tensor_view){
       .base = (const uint8_t *)matrix + first * row,
       .dimensions = 4,
-      .size = {(uint64_t)spec->hidden, GROUP_ROWS, 2, (uint64_t)spec->intermediate / GROUP_ROWS},
-      .stride = {(uint64_t)step, (uint64_t)((second - first) * row), (uint64_t)(GROUP_ROWS * step)},
-      .box = {BOX_COLUMNS, GROUP_ROWS, 2, MOEFLOW_UNIT_ROWS / (2 * GROUP_ROWS)},
+      .size = {(uint64_t)spec->hidden, MOEFLOW_GATE_ROWS, 2, (uint64_t)spec->intermediate / MOEFLOW_GATE_ROWS},
+      .stride = {(uint64_t)step, (uint64_t)((second - first) * row), (uint64_t)(MOEFLOW_GATE_ROWS * step)},
+      .box = {MOEFLOW_COLUMN_DEPTH, MOEFLOW_GATE_ROWS, 2, MOEFLOW_UNIT_ROWS / (2 * MOEFLOW_GATE_ROWS)},
   };
 }
 
@@ -28,7 +26,7 @@ static struct tensor_view down_view(const struct spec *spec, const struct layer_
       .dimensions = 2,
       .size = {(uint64_t)spec->intermediate, (uint64_t)spec->hidden},
       .stride = {(uint64_t)weights->down.row_stride},
-      .box = {BOX_COLUMNS, MOEFLOW_UNIT_ROWS},
+      .box = {MOEFLOW_COLUMN_DEPTH, MOEFLOW_UNIT_ROWS},
   };
 }
 

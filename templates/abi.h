@@ -144,7 +144,7 @@ MOEFLOW_FN int64_t moeflow_gemm_shared_bytes(int matrices, int tile_tokens, int 
 
 /* ---- The experts kernel: gate_up, down and the weighted sums of all tiles in one launch, dealt out as tickets ----
  * Its blocks take tickets in order: first every gate_up unit, tile by tile, then the down units, then the sums. A unit is up to
- * tile_rows weight rows of one tile; a down unit also covers only one of `parts` equal pieces of the depth, whose sums stand
+ * tile_rows weight rows of one tile, or twice as many where tiles are full; a down unit also covers only one of `parts` equal pieces of the depth, whose sums stand
  * apart in `outputs` and are added in order. What waits for other units waits for earlier tickets, and whoever holds one of
  * those runs.
  *
@@ -152,40 +152,43 @@ MOEFLOW_FN int64_t moeflow_gemm_shared_bytes(int matrices, int tile_tokens, int 
  * come in groups of columns: the rows' sums over a group follow one group behind, and three groups' outputs, which stay in
  * the L2, serve all of them in turn. */
 
-#define MOEFLOW_UNIT_ROWS 64 /* tile_rows is a multiple of it: the rows that one warpgroup's MMA takes */
+#define MOEFLOW_UNIT_ROWS 64    /* tile_rows is a multiple of it: the rows that one warpgroup's MMA takes */
+#define MOEFLOW_COLUMN_DEPTH 64 /* bf16 of a row that one bulk copy takes: the 128 bytes that the swizzle permutes */
+#define MOEFLOW_GATE_ROWS 8     /* so many gate rows and so many up rows alternate in what a copy takes */
 #define MOEFLOW_PARTS_MAX 8
 #define MOEFLOW_GROUPS_MAX 16
 #define MOEFLOW_GROUP_COLUMNS 256       /* a group is a multiple of it, as it is of every tile_rows */
 #define MOEFLOW_GROUP_SLOTS 3           /* groups whose outputs exist at a time */
-#define MOEFLOW_GROUP_BYTES (2ll << 20) /* of outputs, were every entry this rank's: what a group should not exceed */
-#define MOEFLOW_SUM_ROWS 12             /* a sum unit: so many received rows, so many columns */
+#define MOEFLOW_GROUP_BYTES (1ll << 20) /* of outputs: what a group should not exceed */
+#define MOEFLOW_SUM_ROWS 16             /* a sum unit: so many received rows, so many columns */
 #define MOEFLOW_SUM_COLUMNS 128
 
-/* Device memory, one per lane, zero when made. The launch with number n (its parity) uses half n % 2 and clears the other. */
+/* Device memory, one per lane, zero when made. The launch with number n (its parity) uses half n % 2 and clears the other; the
+ * last block to leave clears what every block is through with. */
 struct moeflow_experts_control {
   uint32_t launches; /* that have ended */
   uint32_t left;     /* blocks of this launch that are through */
-  uint32_t tickets[2];
+  uint32_t tickets;  /* taken */
   uint32_t down_done[2][MOEFLOW_GROUPS_MAX]; /* down units that have stored their outputs */
   uint32_t sums_done[2][MOEFLOW_GROUPS_MAX];
-  uint32_t reserved[28];
+  uint32_t reserved[29];
   /* uint32_t gate_up_done[2][tiles_max]: gate_up units of each tile that have stored their activations */
 };
 
-/* A driver's CUtensorMap: what a bulk tensor copy reads. Copies take MOEFLOW_UNIT_ROWS rows by 64 bf16 with the 128-byte
- * swizzle, from one local expert's matrix. gate_up: [I / 8][2][8][H], so that 8 gate rows and their 8 up rows alternate;
- * down: [H][I]. */
+/* A driver's CUtensorMap: what a bulk tensor copy reads. Copies take MOEFLOW_UNIT_ROWS rows by MOEFLOW_COLUMN_DEPTH bf16 with
+ * the 128-byte swizzle, from one local expert's matrix. gate_up: [I / 8][2][8][H], so that 8 gate rows and their 8 up rows
+ * alternate; down: [H][I]. */
 struct moeflow_tensor_map {
   uint64_t words[16];
 };
 
 /* Dynamic shared memory of the ring. A stage holds tile_rows weight rows and a tile's received rows, tile_depth bf16 wide where
- * the tile is at most MOEFLOW_DEEP_TILE rows, and wider tiles as deep as fits, 64 at least. 1024 for the alignment that the
+ * the tile is at most MOEFLOW_DEEP_TILE rows, and wider tiles as deep as fits, a column at least. 1024 for the alignment that the
  * swizzle wants. */
 #define MOEFLOW_DEEP_TILE 32
 MOEFLOW_FN int64_t moeflow_experts_stage_bytes(int tile_tokens, int tile_rows, int tile_depth) {
   const int64_t deep = (tile_rows + (tile_tokens < MOEFLOW_DEEP_TILE ? tile_tokens : MOEFLOW_DEEP_TILE)) * (int64_t)tile_depth * 2;
-  const int64_t wide = (tile_rows + tile_tokens) * (int64_t)64 * 2;
+  const int64_t wide = (tile_rows + tile_tokens) * (int64_t)MOEFLOW_COLUMN_DEPTH * 2;
   return deep > wide ? deep : wide;
 }
 MOEFLOW_FN int64_t moeflow_experts_shared_bytes(int tile_tokens, int tile_rows, int tile_depth, int stages) {
@@ -340,6 +343,7 @@ struct moeflow_experts_params { /* both forms of the experts kernel: experts (pl
   const int32_t *entries;
   const struct moeflow_tile *tiles;
   const int32_t *tile_count;
+  const int32_t *entry_count; /* [1]: entries of all tiles */
   const struct moeflow_tensor_map *gate_up; /* [local_experts], device memory; experts_stream: NULL */
   const struct moeflow_tensor_map *down;
   struct moeflow_matrix gate_up_packed; /* experts_stream: fragments, as pack_weights leaves them */
@@ -433,7 +437,7 @@ MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_gate_up_params) == 120, "gate_up");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_down_params) == 72, "down");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_control) == 384, "experts control");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_tensor_map) == 128, "tensor map");
-MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_params) == 216, "experts");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_params) == 224, "experts");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_pack_weights_params) == 64, "pack_weights");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_identity_params) == 72, "identity");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_owner_reduce_params) == 88, "owner_reduce");

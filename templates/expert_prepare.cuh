@@ -82,6 +82,7 @@ __device__ __forceinline__ void expert_prepare(const moeflow_expert_prepare_para
   __shared__ int32_t next[local_experts_max];
   __shared__ int32_t slots[chunk_entries];
   if (block_poisoned(params.lane)) return;
+  launch_dependents(); /* the experts kernel sets itself up meanwhile */
   const uint32_t epoch = params.lane->epoch;
   const int first_row = blockIdx.x * MOEFLOW_CHUNK_ROWS;
   for (int i = threadIdx.x; i < chunk_entries; i += Variant::threads) {

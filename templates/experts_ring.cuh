@@ -1,5 +1,5 @@
 /* The experts kernel's ring in shared memory, and the two roles that fill it: a thread that takes tickets and starts the bulk
- * copies of weights, and three warps that gather received rows and, where rows are to be summed, do that too.
+ * copies of weights, and three warps that gather received rows.
  *
  * A stage holds, for up to tile_depth / 64 columns of 64 bf16: the unit's weight rows, then the tile's received rows, each
  * 128 bytes a row with the 128-byte swizzle that the warpgroup MMA reads. Weights wait for nothing: those of down units
@@ -7,7 +7,6 @@
 #ifndef MOEFLOW_EXPERTS_RING_CUH
 #define MOEFLOW_EXPERTS_RING_CUH
 
-#include "experts_rows.cuh"
 #include "experts_schedule.cuh"
 #include "operand_bf16.cuh"
 #include "ptx_hopper.cuh"
@@ -16,8 +15,7 @@
 
 namespace moeflow {
 
-constexpr int column_depth = 64;                               /* bf16 of a 128-byte row */
-constexpr int column_bytes = MOEFLOW_UNIT_ROWS * tile_row_bytes; /* one bulk copy */
+constexpr int column_depth = MOEFLOW_COLUMN_DEPTH;
 
 /* The smallest MMA width, 8, 16, 32, 64 or 128, that holds so many rows. */
 __host__ __device__ constexpr int width_of(int rows) {
@@ -133,8 +131,7 @@ struct Ring {
   }
 };
 
-/* One whole warp in step, of which one lane acts: the copies' operands must be the same in all lanes, and known to be (a
- * shuffle makes it known), or the compiler wraps every copy in a loop over lanes that takes longer than the copy. */
+/* One whole warp in step, whose first lane takes tickets and one of whose lanes starts the copies. */
 template <class Model, class Variant>
 struct Loader {
   using Ring = moeflow::Ring<Model, Variant>;
@@ -143,12 +140,8 @@ struct Loader {
   const Ring &ring;
   const Schedule &schedule;
   const Control &control;
-  bool acts;
+  bool acts; /* the first lane */
   uint64_t policy;
-
-  static __device__ __forceinline__ int uniform(int value) {
-    return __shfl_sync(full_warp, value, 0);
-  }
 
   __device__ __forceinline__ void publish(const QueuedUnit &unit, Cursor<Ring::queue_places> &cursor) const {
     if (acts) {
@@ -160,63 +153,72 @@ struct Loader {
     cursor.advance();
   }
 
-  /* Columns of one row are copied one after the other: neighbours in memory. */
+  /* `count` columns of up to tile_rows rows of the matrix. Columns of one row are copied one after the other: neighbours in
+   * memory. */
   template <bool down>
-  __device__ __forceinline__ void load(const Unit &unit, const moeflow_tile &tile, Cursor<Variant::stages> &cursor) const {
-    const moeflow_tensor_map *map = (down ? params.down : params.gate_up) + uniform(tile.expert);
-    const Columns<Model, Variant> columns(unit, width_of(tile.end - tile.begin));
-    const int end = uniform(columns.end), per_stage = uniform(columns.per_stage);
-    const int first_row = uniform(unit.row), rows = uniform(unit.rows);
-    for (int column = uniform(columns.first); column < end; column += per_stage) {
-      const int count = end - column < per_stage ? end - column : per_stage;
-      const shared_address full = ring.full(cursor.place);
-      barrier_wait(ring.empty(cursor.place), cursor.parity ^ 1);
-      if (acts) {
-        barrier_expect(full, count * rows * tile_row_bytes);
+  __device__ __forceinline__ void load_stage(const moeflow_tensor_map *map, int column, int count, int first_row, int rows,
+                                             const Cursor<Variant::stages> &cursor) const {
+    const shared_address full = ring.full(cursor.place);
+    barrier_wait(ring.empty(cursor.place), cursor.parity ^ 1);
+    if (elect_lane()) {
+      barrier_expect(full, count * (rows < Variant::tile_rows ? rows : Variant::tile_rows) * tile_row_bytes);
 #pragma unroll
-        for (int row = 0; row < Variant::tile_rows; row += MOEFLOW_UNIT_ROWS) {
+      for (int row = 0; row < Variant::tile_rows; row += MOEFLOW_UNIT_ROWS) {
 #pragma unroll
-          for (int i = 0; i < Variant::tile_depth / column_depth; i++) {
-            if (row >= rows || i >= count) continue;
-            const shared_address to = ring.weights(cursor.place, i, row);
-            const int depth = (column + i) * column_depth;
-            if constexpr (down) {
-              copy_tensor_2(to, map, depth, first_row + row, full, policy);
-            } else { /* 16 rows of the unit are 8 gate rows and their 8 up rows */
-              copy_tensor_4(to, map, depth, 0, 0, (first_row + row) / 16, full, policy);
-            }
+        for (int i = 0; i < Variant::tile_depth / column_depth; i++) {
+          if (row >= rows || i >= count) continue;
+          const shared_address to = ring.weights(cursor.place, i, row);
+          const int depth = (column + i) * column_depth;
+          if constexpr (down) {
+            copy_tensor_2(to, map, depth, first_row + row, full, policy);
+          } else {
+            copy_tensor_4(to, map, depth, 0, 0, (first_row + row) / (2 * MOEFLOW_GATE_ROWS), full, policy);
           }
         }
       }
-      __syncwarp();
-      cursor.advance();
+    }
+    __syncwarp();
+  }
+
+  /* A unit. */
+  template <bool down>
+  __device__ __forceinline__ void load(const Unit &unit, const moeflow_tile &tile, Cursor<Variant::stages> &cursor) const {
+    const moeflow_tensor_map *map = (down ? params.down : params.gate_up) + tile.expert;
+    const Columns<Model, Variant> columns(unit, width_of(tile.end - tile.begin));
+    for (int column = columns.first; column < columns.end; column += columns.per_stage) {
+      for (int block = 0; block < unit.rows; block += Variant::tile_rows) {
+        load_stage<down>(map, column, columns.in_stage(column), unit.row + block, unit.rows - block, cursor);
+        cursor.advance();
+      }
     }
   }
 
   __device__ __forceinline__ void run(int first_ticket) const {
     Cursor<Variant::stages> stage;
     Cursor<Ring::queue_places> place;
-    int ticket = uniform(first_ticket);
+    int ticket = __shfl_sync(full_warp, first_ticket, 0);
     while (true) {
       QueuedUnit queued = {schedule.at(ticket), {}};
       const Unit &unit = queued.unit;
-      if (uniform(unit.tile) < 0) {
-        publish(queued, place);
-        break;
-      }
+      if (unit.tile < 0) break;
       const int next = acts ? control.take() : 0; /* its answer comes while this unit is loaded */
       if (!unit.sum) queued.tile = params.tiles[unit.tile];
       publish(queued, place);
-      if (uniform(unit.rows) > 0) {
-        if (uniform(unit.down)) {
+      if (unit.rows > 0) {
+        if (unit.down) {
           load<true>(unit, queued.tile, stage);
         } else {
           load<false>(unit, queued.tile, stage);
         }
       }
-      ticket = uniform(next);
+      ticket = __shfl_sync(full_warp, next, 0);
     }
     launch_dependents();
+    /* Nobody waits for the last sums, so they need no tickets: who is through first would take them all. */
+    for (int unit = blockIdx.x; unit < schedule.sum_units; unit += gridDim.x) {
+      publish({schedule.sum_at(schedule.groups - 1, unit), {}}, place);
+    }
+    publish({schedule.at(schedule.tickets), {}}, place);
     if (acts) control.leave();
   }
 };
@@ -238,7 +240,7 @@ struct Gatherer {
   /* Where the tile's rows begin: received rows by entry, or activations in position order. */
   __device__ __forceinline__ void find_rows(const Unit &unit, const moeflow_tile &tile) const {
     named_barrier(barrier, threads); /* all are through with the last unit's rows */
-    if (unit.down && thread == 0) await_count(control.done + unit.tile, Schedule::gate_up_blocks);
+    if (unit.down && thread == 0) await_count(control.done + unit.tile, static_cast<uint32_t>(schedule.gate_up_blocks));
     for (int i = thread; i < tile.end - tile.begin; i += threads) {
       const int position = tile.begin + i;
       ring.shared->rows[i] =
@@ -268,22 +270,19 @@ struct Gatherer {
       }
       barrier_arrive_copies(ring.full(cursor.place));
       cursor.advance();
+      if (unit.rows <= Variant::tile_rows) continue;
+      barrier_wait(ring.empty(cursor.place), cursor.parity ^ 1);
+      barrier_arrive(ring.full(cursor.place)); /* the pair's other block has these rows too */
+      cursor.advance();
     }
   }
 
-  /* The weighted sums of a group, while the consumers go on with the next one. */
-  __device__ __forceinline__ void add_rows(const Unit &unit) const {
-    if constexpr (!Model::reduce_choices) {
-      const GroupOutputs outputs = schedule.outputs_of(unit.group, params.outputs, params.part_stride);
-      const RowSums<Model, Variant> sums = {params, outputs};
-      sums.template prefetch<threads>(unit, thread);
-      if (thread == 0) await_count(control.down_done(unit.group), schedule.down_tickets(unit.group));
-      named_barrier(barrier, threads);
-      sums.template run<threads>(unit, thread);
-      if (unit.group + MOEFLOW_GROUP_SLOTS >= schedule.groups) return; /* nobody needs the slot */
-      named_barrier(barrier, threads);
-      if (thread == 0) add_release_gpu(control.sums_done(unit.group), 1);
-    }
+  /* What the sums of these rows will want first. Thread i fetches for row i. */
+  __device__ __forceinline__ void prefetch_sum(const Unit &unit) const {
+    const int number = unit.tile * MOEFLOW_SUM_ROWS + thread;
+    if (thread >= MOEFLOW_SUM_ROWS || number >= params.in.ranks * params.in.rows) return;
+    prefetch_line(params.positions + static_cast<int64_t>(number) * Model::top_k);
+    prefetch_line(row_in(params.in, number / params.in.rows, number % params.in.rows, Row<Model>::bytes) + Row<Model>::weights);
   }
 
   template <class RowWait>
@@ -299,7 +298,7 @@ struct Gatherer {
         find_rows(unit, queued.tile);
         gather(unit, queued.tile, stage);
       }
-      if (unit.sum) add_rows(unit);
+      if (unit.sum) prefetch_sum(unit);
       ring.through(place);
     }
   }

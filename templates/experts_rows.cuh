@@ -1,5 +1,8 @@
-/* Weighted sums inside the experts kernel: what owner_reduce does, for some rows and columns, by the warps that gather. The same
- * order and roundings: the parts of an output, times its weight, added in choice order. */
+/* Weighted sums inside the experts kernel: what owner_reduce does, for some rows and columns, by the consumers. The same order
+ * and roundings: the parts of an output, times its weight, added in choice order.
+ *
+ * The last group's sums end the launch, so what counts is how often they wait for memory one after the other: everything but
+ * the outputs is fetched before the outputs are there, and all outputs of a row are on their way together. */
 #ifndef MOEFLOW_EXPERTS_ROWS_CUH
 #define MOEFLOW_EXPERTS_ROWS_CUH
 
@@ -8,95 +11,111 @@
 
 namespace moeflow {
 
-/* Half a warp has the columns of one row, eight a lane. */
-template <class Model, class Variant>
+/* A unit's rows go to `warps` warps in turn; a warp has the columns of a row, four a lane, and adds a few rows at a time. */
+template <class Model, class Variant, int warps>
 struct RowSums {
   using Return = ReturnRow<Model>;
-  static constexpr int lanes = MOEFLOW_SUM_COLUMNS / 8;
-  static constexpr int batch = Variant::parts > 2 ? 1 : 4 / Variant::parts; /* choices whose outputs are on their way at a time */
-  const moeflow_experts_params &params;
-  const GroupOutputs &outputs;
+  static constexpr int rows = MOEFLOW_SUM_ROWS / warps; /* of one warp */
+  /* Outputs on their way at a time, of all parts: 64 registers, or 16 where a thread has fewer than 128. */
+  static constexpr int loads = (Variant::threads * Variant::residency > 512 ? 4 : 16) / Variant::parts;
+  static constexpr int batch = loads < 1 ? 1 : loads < Model::top_k ? loads : Model::top_k; /* choices at a time */
+  static constexpr int together = loads / batch >= rows ? rows : loads / batch >= 2 ? 2 : 1; /* rows at a time */
+  static_assert(MOEFLOW_SUM_ROWS % (warps * together) == 0, "rows");
+  static_assert(MOEFLOW_SUM_COLUMNS == 4 * 32 && MOEFLOW_CHOICES_MAX <= 32, "lanes");
 
-  /* The outputs of `batch` choices, part by part; choices without a position have none. */
-  __device__ __forceinline__ void load(const int32_t (&position)[batch], int column, Eight (&sum)[batch]) const {
+  const moeflow_experts_params &params;
+  int first; /* row number */
+  int column;
+  bool inside; /* the matrix */
+  int32_t positions[rows]; /* lane k has choice k's; -1: none here */
+  float weights[rows];
+
+  /* thread: 0 .. 32 * warps - 1. Fetches what is known before the outputs are. */
+  __device__ __forceinline__ RowSums(const moeflow_experts_params &params_, const Unit &unit, int thread) : params(params_) {
+    const int lane = thread % 32;
+    first = unit.tile * MOEFLOW_SUM_ROWS + thread / 32;
+    column = unit.row + lane * 4;
+    inside = column < Model::hidden;
+#pragma unroll
+    for (int i = 0; i < rows; i++) {
+      const int number = first + i * warps;
+      positions[i] = -1;
+      weights[i] = 0.0f;
+      if (lane >= Model::top_k || number >= end()) continue;
+      const uint8_t *from = row_in(params.in, number / params.in.rows, number % params.in.rows, Row<Model>::bytes);
+      positions[i] = params.positions[static_cast<int64_t>(number) * Model::top_k + lane];
+      weights[i] = reinterpret_cast<const float *>(from + Row<Model>::weights)[lane];
+    }
+  }
+
+  __device__ __forceinline__ int end() const {
+    return params.in.ranks * params.in.rows;
+  }
+
+  /* The outputs at these positions, part by part. */
+  __device__ __forceinline__ void load(const GroupOutputs &outputs, const int32_t (&at)[together][batch],
+                                       float4 (&sum)[together][batch]) const {
 #pragma unroll
     for (int part = 0; part < Variant::parts; part++) {
-      Eight value[batch];
-      const float *at = outputs.base + part * outputs.part_stride + (column - outputs.first);
+      float4 value[together][batch];
+      const float *from = outputs.base + part * outputs.part_stride + (column - outputs.first);
 #pragma unroll
-      for (int i = 0; i < batch; i++) {
-        value[i] = load_eight_l2_if(at + static_cast<int64_t>(position[i]) * outputs.pitch, position[i] >= 0);
+      for (int i = 0; i < together * batch; i++) {
+        const int32_t position = at[i / batch][i % batch];
+        value[i / batch][i % batch] = load_l2_if(from + static_cast<int64_t>(position) * outputs.pitch, inside && position >= 0);
       }
 #pragma unroll
-      for (int i = 0; i < batch; i++) {
-        for (int j = 0; j < 8; j++) {
-          sum[i].value[j] = part == 0 ? value[i].value[j] : __fadd_rn(sum[i].value[j], value[i].value[j]);
-        }
+      for (int i = 0; i < together * batch; i++) {
+        float4 &to = sum[i / batch][i % batch];
+        to = part == 0 ? value[i / batch][i % batch] : added(to, value[i / batch][i % batch]);
       }
     }
   }
 
-  /* True when the row has an entry here. */
-  __device__ __forceinline__ bool add(const int32_t *positions, const float *weights, int column, Eight &sum) const {
-    bool any = false;
-#pragma unroll 2
-    for (int first = 0; first < Model::top_k; first += batch) { /* all of them at once would spill for some shapes */
-      int32_t position[batch];
-      float weight[batch];
-      Eight value[batch];
+  /* This warp's rows number `from` and following. */
+  __device__ __forceinline__ void add(const GroupOutputs &outputs, int from) const {
+    float4 sum[together] = {};
+    bool any[together] = {};
+#pragma unroll 1
+    for (int choice = 0; choice < Model::top_k; choice += batch) {
+      int32_t at[together][batch];
+      float4 value[together][batch];
 #pragma unroll
-      for (int i = 0; i < batch; i++) {
-        position[i] = first + i < Model::top_k ? positions[first + i] : -1;
-        weight[i] = first + i < Model::top_k ? weights[first + i] : 0.0f;
+      for (int i = 0; i < together * batch; i++) {
+        const int k = choice + i % batch;
+        const int32_t position = __shfl_sync(full_warp, positions[from + i / batch], k);
+        at[i / batch][i % batch] = k < Model::top_k ? position : -1;
       }
-      load(position, column, value);
+      load(outputs, at, value);
 #pragma unroll
-      for (int i = 0; i < batch; i++) {
-        const bool present = position[i] >= 0;
-        for (int j = 0; j < 8; j++) {
-          const float product = __fmul_rn(weight[i], value[i].value[j]);
-          const float added = any ? __fadd_rn(sum.value[j], product) : product;
-          sum.value[j] = present ? added : sum.value[j];
-        }
-        any = any || present;
+      for (int i = 0; i < together * batch; i++) {
+        const int row = i / batch;
+        const float4 product = scaled(value[row][i % batch], __shfl_sync(full_warp, weights[from + row], choice + i % batch));
+        if (at[row][i % batch] < 0) continue;
+        sum[row] = any[row] ? added(sum[row], product) : product;
+        any[row] = true;
       }
     }
-    return any;
+#pragma unroll
+    for (int i = 0; i < together; i++) store(first + (from + i) * warps, sum[i], any[i]);
   }
 
-  __device__ __forceinline__ void row(int number, int column) const {
-    const int source = number / params.in.rows;
-    const int token = number % params.in.rows;
-    const uint8_t *from = row_in(params.in, source, token, Row<Model>::bytes);
-    Eight sum = {};
-    const bool any = add(params.positions + static_cast<int64_t>(number) * Model::top_k,
-                         reinterpret_cast<const float *>(from + Row<Model>::weights), column, sum);
+  __device__ __forceinline__ void store(int number, const float4 &sum, bool any) const {
+    if (!inside || number >= end()) return;
     if (params.write_empty) {
       uint8_t *out = reinterpret_cast<uint8_t *>(const_cast<uint8_t **>(params.out.targets));
-      store_eight<false>(out + static_cast<int64_t>(number) * Model::hidden * 2, column, sum);
+      store_four<false>(out + static_cast<int64_t>(number) * Model::hidden * 2, column, sum);
     } else if (any) {
-      store_eight<Return::fp32>(row_out(params.out, source, token, Return::bytes), column, sum);
+      uint8_t *out = row_out(params.out, number / params.in.rows, number % params.in.rows, Return::bytes);
+      store_four<Return::fp32>(out, column, sum);
     }
   }
 
-  /* What is known before the outputs are: thread i fetches the positions and weights of row i. */
-  template <int threads>
-  __device__ __forceinline__ void prefetch(const Unit &unit, int thread) const {
-    const int number = unit.tile * MOEFLOW_SUM_ROWS + thread;
-    if (thread >= MOEFLOW_SUM_ROWS || number >= params.in.ranks * params.in.rows) return;
-    prefetch_line(params.positions + static_cast<int64_t>(number) * Model::top_k);
-    prefetch_line(row_in(params.in, number / params.in.rows, number % params.in.rows, Row<Model>::bytes) + Row<Model>::weights);
-  }
-
-  /* thread: 0 .. threads - 1 */
-  template <int threads>
-  __device__ __forceinline__ void run(const Unit &unit, int thread) const {
-    const int column = unit.row + thread % lanes * 8;
-    const int end = params.in.ranks * params.in.rows;
-    if (column >= Model::hidden) return;
-    for (int i = thread / lanes; i < MOEFLOW_SUM_ROWS; i += threads / lanes) {
-      const int number = unit.tile * MOEFLOW_SUM_ROWS + i;
-      if (number < end) row(number, column);
+  /* The outputs are there. */
+  __device__ __forceinline__ void run(const GroupOutputs &outputs) const {
+#pragma unroll
+    for (int i = 0; i < rows; i += together) {
+      if (first + i * warps < end()) add(outputs, i);
     }
   }
 };

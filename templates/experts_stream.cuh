@@ -70,7 +70,7 @@ struct StreamBlock {
     const moeflow_tile &tile = work.tile;
     if (threadIdx.x == 0) {
       shared.ticket = control.take();
-      while (unit.down && load_acquire_gpu(control.done + unit.tile) < static_cast<uint32_t>(Schedule::gate_up_blocks)) {
+      while (unit.down && load_acquire_gpu(control.done + unit.tile) < static_cast<uint32_t>(schedule.gate_up_blocks)) {
         sleep_ns(20);
       }
     }
@@ -162,7 +162,7 @@ struct StreamBlock {
 
   __device__ __forceinline__ void run() const {
     Ring ring;
-    ring.policy = policy_stream();
+    ring.policy = policy_evict_first();
     if (threadIdx.x == 0) shared.ticket = control.take();
     __syncthreads();
     Work work = work_of(shared.ticket);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void experts_stream(const moeflow_experts_params &par
   __shared__ typename Block::Shared shared;
   if (block_poisoned(params.lane)) return;
   Schedule<Model, Variant> schedule;
-  schedule.init(*params.tile_count, static_cast<int>(gridDim.x), 0, params.part_stride / Model::hidden);
+  schedule.init(*params.tile_count, static_cast<int>(gridDim.x), 0, *params.entry_count);
   const Control control(params.control, params.tiles_max);
   Block{params, schedule, control, shared}.run();
   control.template clear_next<Variant::threads>(params.tiles_max);

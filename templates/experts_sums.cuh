@@ -1,4 +1,5 @@
-/* The experts kernel's consumers: warpgroups that multiply what the ring holds and store activations or outputs.
+/* The experts kernel's consumers: warpgroups that multiply what the ring holds, store activations or outputs, and add the rows'
+ * weighted sums.
  *
  * Weights are the row operand of the MMA, 64 rows a warpgroup at a time, received rows its column operand, in the smallest
  * width that holds the tile. 8 gate rows and their 8 up rows alternate, so that both sums of one element meet in a thread.
@@ -11,6 +12,7 @@
 
 #include "epilogue.cuh"
 #include "experts_ring.cuh"
+#include "experts_rows.cuh"
 
 namespace moeflow {
 
@@ -35,33 +37,43 @@ struct Consumer {
     named_barrier(barrier, threads);
   }
 
-  /* One column of 64 from the ring, on top of the sums: two steps of 32. Narrow ones are under way together; wide ones have
-   * one step's registers only. */
+  /* sum[64 x width] of one step, from zero. */
+  template <int width>
+  static __device__ __forceinline__ void start_step(float (&sum)[width / 2], uint64_t a, uint64_t b) {
+    mma_fence();
+    WarpgroupMma<width>::first(sum, a, b);
+    WarpgroupMma<width>::next(sum, a + 2, b + 2); /* 32 bytes on */
+    mma_commit();
+  }
+
+  /* One column of 64 from the ring, on top of the sums: two steps of 32. Both are under way together, and the first one's sums
+   * are added while the second one's are made, but for the widest, which have one step's registers only. */
   template <int width>
   static __device__ __forceinline__ void add_column(float (&sum)[width / 2], shared_address weights, shared_address tokens) {
-    constexpr int steps = column_depth / step_depth;
-    constexpr int together = width > 32 ? 1 : steps;
+    constexpr int step_bytes = step_depth * 2;
+    constexpr bool together = width <= 64;
+    static_assert(column_depth == 2 * step_depth, "two steps");
     const uint64_t a = matrix_descriptor(weights), b = matrix_descriptor(tokens);
-#pragma unroll
-    for (int first = 0; first < steps; first += together) {
-      float step[together][width / 2];
-      mma_fence();
-#pragma unroll
-      for (int i = 0; i < together; i++) {
-        const int at = (first + i) * step_depth * 2 / 16; /* of a descriptor's units */
-        WarpgroupMma<width>::first(step[i], a + at, b + at);
-        WarpgroupMma<width>::next(step[i], a + at + 2, b + at + 2);
-      }
-      mma_commit();
+    float step[together ? 2 : 1][width / 2];
+    start_step<width>(step[0], a, b);
+    if constexpr (together) {
+      start_step<width>(step[1], a + step_bytes / 16, b + step_bytes / 16);
+      mma_wait<1>();
+    } else {
       mma_wait<0>();
-#pragma unroll
-      for (int i = 0; i < together; i++) {
-        pin(step[i]);
-#pragma unroll
-        for (int j = 0; j < width / 2; j++) sum[j] += step[i][j];
-      }
-      if constexpr (width > 32) pin(sum); /* before the next step's sums take registers */
     }
+    add_step<width>(sum, step[0]);
+    if constexpr (!together) start_step<width>(step[0], a + step_bytes / 16, b + step_bytes / 16);
+    mma_wait<0>();
+    add_step<width>(sum, step[together ? 1 : 0]);
+  }
+
+  template <int width>
+  static __device__ __forceinline__ void add_step(float (&sum)[width / 2], float (&step)[width / 2]) {
+    pin(step);
+#pragma unroll
+    for (int j = 0; j < width / 2; j++) sum[j] += step[j];
+    if constexpr (width > 32) pin(sum); /* before the next step's sums take registers */
   }
 
   /* A thread holds, of positions 8 j + 2 q and the next, unit rows 16 w + g (two sums) and 16 w + g + 8 (two more), for its
@@ -108,55 +120,75 @@ struct Consumer {
     }
   }
 
-  /* The warpgroup's blocks of one unit. All warps pass every stage, those without rows too. */
-  template <int width>
+  /* The warpgroup's blocks of one unit, or with `halves` 2 of both blocks of a pair. All warps pass every stage, those without
+   * rows too. */
+  template <int width, int halves>
   __device__ __forceinline__ void compute(const Unit &unit, const moeflow_tile &tile, Cursor<Variant::stages> &cursor) const {
-    float sum[blocks][width / 2] = {};
+    float sum[halves * blocks][width / 2] = {};
     const Columns<Model, Variant> columns(unit, width);
     for (int column = columns.first; column < columns.end; column += columns.per_stage) {
       const int count = columns.in_stage(column);
-      barrier_wait(ring.full(cursor.place), cursor.parity);
-      fence_async_shared(); /* the gathered rows came by ordinary copies */
+      const int first_stage = cursor.place; /* which has the received rows */
 #pragma unroll
-      for (int k = 0; k < blocks; k++) {
-        const int row = (group * blocks + k) * MOEFLOW_UNIT_ROWS;
-        if (row >= unit.rows) continue;
+      for (int half = 0; half < halves; half++) {
+        barrier_wait(ring.full(cursor.place), cursor.parity);
+        fence_async_shared(); /* the gathered rows came by ordinary copies */
 #pragma unroll
-        for (int i = 0; i < columns_per_stage<Variant>(width); i++) {
-          if (i < count) add_column<width>(sum[k], ring.weights(cursor.place, i, row), ring.tokens(cursor.place, i, width));
+        for (int k = 0; k < blocks; k++) {
+          const int row = (group * blocks + k) * MOEFLOW_UNIT_ROWS;
+          if (half * Variant::tile_rows + row >= unit.rows) continue;
+#pragma unroll
+          for (int i = 0; i < columns_per_stage<Variant>(width); i++) {
+            if (i < count) {
+              add_column<width>(sum[half * blocks + k], ring.weights(cursor.place, i, row), ring.tokens(first_stage, i, width));
+            }
+          }
         }
+        if (half > 0) release(cursor.place);
+        cursor.advance();
       }
-      if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(cursor.place));
-      cursor.advance();
+      release(first_stage);
     }
     const GroupOutputs outputs = schedule.outputs_of(unit.group, params.outputs, params.part_stride);
     if (unit.down && unit.group >= MOEFLOW_GROUP_SLOTS) { /* the group before in this slot must have been summed */
       await(control.sums_done(unit.group - MOEFLOW_GROUP_SLOTS), static_cast<uint32_t>(schedule.sum_units));
     }
 #pragma unroll
-    for (int k = 0; k < blocks; k++) {
-      const int block = group * blocks + k;
+    for (int i = 0; i < halves * blocks; i++) {
+      const int block = i / blocks * (Variant::tile_rows / MOEFLOW_UNIT_ROWS) + group * blocks + i % blocks;
       if (block * MOEFLOW_UNIT_ROWS >= unit.rows) continue;
       if (unit.down) {
-        store_outputs<width>(sum[k], unit, block, tile, outputs);
+        store_outputs<width>(sum[i], unit, block, tile, outputs);
       } else {
-        store_activations<width>(sum[k], unit, block, tile);
+        store_activations<width>(sum[i], unit, block, tile);
       }
     }
   }
 
+  __device__ __forceinline__ void release(int stage) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(stage));
+  }
+
+  /* In the smallest width that holds the tile. */
+  template <int width>
   __device__ __forceinline__ void dispatch(const Unit &unit, const moeflow_tile &tile, Cursor<Variant::stages> &cursor) const {
-    const int width = width_of(tile.end - tile.begin);
-    if (width == 8) {
-      compute<8>(unit, tile, cursor);
-    } else if (Variant::tile_tokens >= 16 && width == 16) {
-      compute<16>(unit, tile, cursor);
-    } else if (Variant::tile_tokens >= 32 && width == 32) {
-      compute<Variant::tile_tokens >= 32 ? 32 : 8>(unit, tile, cursor);
-    } else if (Variant::tile_tokens >= 64 && width == 64) {
-      compute<Variant::tile_tokens >= 64 ? 64 : 8>(unit, tile, cursor);
-    } else if (Variant::tile_tokens >= 128 && width == 128) {
-      compute<Variant::tile_tokens >= 128 ? 128 : 8>(unit, tile, cursor);
+    if constexpr (width < Variant::tile_tokens) {
+      if (tile.end - tile.begin > width) return dispatch<width * 2>(unit, tile, cursor);
+    }
+    if constexpr (can_pair<Variant>()) {
+      if (unit.rows > Variant::tile_rows) return compute<width, 2>(unit, tile, cursor);
+    }
+    compute<width, 1>(unit, tile, cursor);
+  }
+
+  /* The weighted sums of a group's columns, for some rows. */
+  __device__ __forceinline__ void add_rows(const Unit &unit) const {
+    if constexpr (!Model::reduce_choices) {
+      const RowSums<Model, Variant, threads / 32> sums(params, unit, static_cast<int>(threadIdx.x) - 128);
+      await(control.down_done(unit.group), schedule.down_tickets(unit.group));
+      sums.run(schedule.outputs_of(unit.group, params.outputs, params.part_stride));
+      const bool slot_is_wanted = unit.group + MOEFLOW_GROUP_SLOTS < schedule.groups;
+      if (slot_is_wanted) tell(control.sums_done(unit.group), 1);
     }
   }
 
@@ -181,7 +213,8 @@ struct Consumer {
         untold = 0;
       }
       if (unit.tile < 0) return;
-      if (unit.rows > 0) dispatch(unit, queued.tile, stage);
+      if (unit.rows > 0) dispatch<8>(unit, queued.tile, stage);
+      if (unit.sum) add_rows(unit);
       if (unit.down) {
         untold += params.sum ? 1 : 0;
         untold_group = unit.group;

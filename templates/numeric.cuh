@@ -45,11 +45,6 @@ __device__ __forceinline__ Eight load_eight_float(const void *from) {
   const float4 high = static_cast<const float4 *>(from)[1];
   return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
 }
-__device__ __forceinline__ Eight load_eight_l2_if(const float *from, bool wanted) {
-  const float4 low = load_l2_if(from, wanted);
-  const float4 high = load_l2_if(from + 4, wanted);
-  return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-}
 __device__ __forceinline__ void store_eight_bf16(void *to, const Eight &from) {
   const float *v = from.value;
   const uint4 words = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
@@ -78,6 +73,22 @@ __device__ __forceinline__ void store_eight(uint8_t *row, int column, const Eigh
     store_eight_float(row + static_cast<int64_t>(column) * 4, from);
   } else {
     store_eight_bf16(row + static_cast<int64_t>(column) * 2, from);
+  }
+}
+
+/* Four values: sums of parts and choices, each operation rounded by itself. */
+__device__ __forceinline__ float4 added(const float4 &a, const float4 &b) {
+  return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
+}
+__device__ __forceinline__ float4 scaled(const float4 &a, float weight) {
+  return {__fmul_rn(weight, a.x), __fmul_rn(weight, a.y), __fmul_rn(weight, a.z), __fmul_rn(weight, a.w)};
+}
+template <bool fp32>
+__device__ __forceinline__ void store_four(uint8_t *row, int column, const float4 &from) {
+  if constexpr (fp32) {
+    *reinterpret_cast<float4 *>(row + static_cast<int64_t>(column) * 4) = from;
+  } else {
+    *reinterpret_cast<uint2 *>(row + static_cast<int64_t>(column) * 2) = {pack_bf16(from.x, from.y), pack_bf16(from.z, from.w)};
   }
 }
 

@@ -38,7 +38,7 @@ __device__ inline void load_matrix_2(uint32_t (&registers)[2], shared_address ro
 __device__ inline void mma_bf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulator::mma_bf16(sum, a, b0, b1);
 }
-__device__ inline uint64_t policy_stream() {
+__device__ inline uint64_t policy_evict_first() {
   return 0;
 }
 __device__ inline void load_stream_16(uint32_t (&registers)[4], const void *from, uint64_t) {
@@ -68,7 +68,6 @@ __device__ inline uint32_t load_acquire_gpu(const uint32_t *from) {
 __device__ inline void add_release_gpu(uint32_t *to, uint32_t value) {
   __atomic_fetch_add(to, value, __ATOMIC_RELEASE);
 }
-__device__ inline void prefetch_line(const void *) {}
 __device__ inline uint64_t policy_evict_last() {
   return 0;
 }
@@ -81,6 +80,8 @@ __device__ inline void store_word(void *to, uint32_t value, uint64_t) {
 __device__ inline float4 load_l2_if(const float *from, bool wanted) {
   return wanted ? *reinterpret_cast<const float4 *>(from) : float4{};
 }
+__device__ inline void prefetch_line(const void *) {}
+__device__ inline void launch_dependents() {}
 __device__ inline uint64_t global_timer() {
   return emulator::global_timer();
 }
@@ -116,7 +117,7 @@ __device__ __forceinline__ void copy_wait() {
 }
 
 /* For what is read once: first to leave the L2. */
-__device__ __forceinline__ uint64_t policy_stream() {
+__device__ __forceinline__ uint64_t policy_evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
@@ -205,6 +206,13 @@ __device__ __forceinline__ float4 load_l2_if(const float *from, bool wanted) {
 /* The line at this address into this multiprocessor's own cache: only for what no other block writes meanwhile. */
 __device__ __forceinline__ void prefetch_line(const void *at) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
+}
+/* The next kernel of the stream, if it is launched for that (and awaits this one's end itself), may be set up where there is
+ * room, as soon as all blocks of this one have come here or ended. */
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 __device__ __forceinline__ uint64_t global_timer() {
   uint64_t nanoseconds;

@@ -42,12 +42,8 @@ __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-/* ---- Programmatic dependent launch: both do nothing in a kernel that was launched without ---- */
+/* ---- Programmatic dependent launch: does nothing in a kernel that was launched without ---- */
 
-/* The next kernel of the stream may be started where there is room. */
-__device__ __forceinline__ void launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
 /* Until the kernel before has ended and all it wrote can be seen. */
 __device__ __forceinline__ void await_dependencies() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -55,12 +51,15 @@ __device__ __forceinline__ void await_dependencies() {
 
 /* ---- Bulk tensor copies ---- */
 
-/* For what is read once: leaves the L2 first. */
-__device__ __forceinline__ uint64_t policy_evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
+/* True in one lane of a whole warp, which the compiler knows: a copy that some other condition guards is wrapped in a loop over
+ * lanes. */
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t elected;
+  asm volatile("{ .reg .pred elected; elect.sync _|elected, 0xffffffff; selp.u32 %0, 1, 0, elected; }" : "=r"(elected));
+  return elected != 0;
 }
+
+/* The map into the cache of those: its first use waits for memory otherwise. */
 __device__ __forceinline__ void prefetch_map(const moeflow_tensor_map *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -1,6 +1,6 @@
-/* The order of work in the experts kernel, without its tensor cores: every unit is dealt out once, what waits for others waits
- * for earlier tickets, groups of columns do not write into each other's outputs; and the sums that follow are those of plain
- * loops, bit by bit. */
+/* The order of work in the experts kernel, without its tensor cores: every unit is dealt out once, what waits for others
+ * waits for earlier tickets, groups of columns do not write into each other's outputs; and the sums that follow are those of
+ * plain loops, bit by bit. */
 #include <map>
 
 #include "emulated.h"
@@ -16,10 +16,13 @@ struct Shape {
   static constexpr int return_fp32 = 0;
   static constexpr int reduce_choices = 0;
 };
-template <int Rows, int Parts>
+template <int Rows, int Parts, int Tokens = 8>
 struct Form {
+  static constexpr int tile_tokens = Tokens;
   static constexpr int tile_rows = Rows;
   static constexpr int parts = Parts;
+  static constexpr int threads = 384;
+  static constexpr int residency = 1;
 };
 
 using moeflow::Unit;
@@ -40,8 +43,9 @@ Covered deal(const moeflow::Schedule<Model, Variant> &schedule) {
   covered.first_down.assign(groups, INT32_MAX);
   covered.downs.assign(groups, 0);
   covered.summed.assign(groups, 0);
-  for (int ticket = 0; ticket < schedule.tickets; ticket++) {
-    const Unit unit = schedule.at(ticket);
+  for (int ticket = 0; ticket < schedule.tickets + schedule.sum_units; ticket++) { /* the last sums have no tickets */
+    const bool dealt = ticket < schedule.tickets;
+    const Unit unit = dealt ? schedule.at(ticket) : schedule.sum_at(schedule.groups - 1, ticket - schedule.tickets);
     const size_t group = static_cast<size_t>(unit.group);
     EXPECT(unit.tile >= 0 && unit.group < schedule.groups, "ticket %d is no unit", ticket);
     if (unit.sum) {
@@ -74,9 +78,10 @@ int blocks_of(int size, int of) {
 }
 
 void expect_once(const std::map<std::vector<int>, int> &covered, int64_t count, const char *what) {
-  EXPECT(static_cast<int64_t>(covered.size()) == count, "%zu of %lld %s", covered.size(), static_cast<long long>(count), what);
-  for (const auto &entry : covered) EXPECT(entry.second == 1, "%s: tile %d, row %d: %d times", what, entry.first[0],
-                                           entry.first[1], entry.second);
+  EXPECT(static_cast<int64_t>(covered.size()) == count, "%zu of %lld %s", covered.size(), static_cast<long long>(count),
+         what);
+  for (const auto &entry : covered)
+    EXPECT(entry.second == 1, "%s: tile %d, row %d: %d times", what, entry.first[0], entry.first[1], entry.second);
 }
 
 /* tiles, blocks, rows (0: no sums), entries: what a launch knows. Returns the number of groups. */
@@ -94,8 +99,8 @@ int check(int tiles, int blocks, int rows, int64_t entries) {
   for (const auto &entry : covered.sums) EXPECT(entry.second == 1, "a sum is made %d times", entry.second);
   for (int g = 0; g < schedule.groups; g++) {
     const size_t i = static_cast<size_t>(g);
-    EXPECT(static_cast<uint32_t>(covered.downs[i]) == schedule.down_tickets(g), "group %d awaits %u down units and has %d", g,
-           schedule.down_tickets(g), covered.downs[i]);
+    EXPECT(static_cast<uint32_t>(covered.downs[i]) == schedule.down_tickets(g), "group %d awaits %u down units and has %d",
+           g, schedule.down_tickets(g), covered.downs[i]);
     if (rows == 0) continue;
     EXPECT(covered.summed[i] == schedule.sum_units, "group %d has %d sums", g, covered.summed[i]);
     EXPECT(covered.last_down[i] < covered.first_sum[i], "group %d is summed before it is there", g);
@@ -105,95 +110,151 @@ int check(int tiles, int blocks, int rows, int64_t entries) {
   return schedule.groups;
 }
 
-template <class Model, int Rows, int Parts>
+template <class Model, int Rows, int Parts, int Tokens = 8>
 int every_size() {
   static const int blocks[] = {1, 4, 132};
   int most = 0;
   for (int b : blocks) {
     for (int tiles : {0, 1, 3, 40, 200}) {
       for (int rows : {0, 1, 12, 13, 128, 1024}) {
-        most = std::max(most, check<Model, Form<Rows, Parts>>(tiles, b, rows, int64_t{rows} * Model::top_k));
+        for (int64_t each : {1, 20, 100}) { /* entries a tile: few are cut, many make pairs */
+          most = std::max(most, check<Model, Form<Rows, Parts, Tokens>>(tiles, b, rows, tiles * each));
+        }
       }
     }
   }
   return most;
 }
 
-/* Outputs in their groups' places, then the sums of a group as its tickets say, before the next group takes the place. */
+/* Down units and sums of a launch, one by one: a down unit writes its part of the outputs as it comes, a sum is made as late
+ * as the kernel's waits allow. */
 template <class Model, class Variant>
-void check_sums(int tiles, int blocks, int rows, bool write_empty, uint64_t seed) {
-  using Row = moeflow::Row<Model>;
-  const Layout layout = {Model::hidden, Model::top_k};
-  const int64_t pitch = write_empty ? Model::hidden : layout.return_bytes(false) / 2; /* plain rows, or return rows */
-  const int64_t entries = int64_t{rows} * Model::top_k, stride = entries * Model::hidden;
-  Random random(seed);
-  Buffer<uint8_t> received(static_cast<size_t>(rows * layout.bytes()));
-  Buffer<int32_t> positions(static_cast<size_t>(entries));
-  std::vector<float> all(static_cast<size_t>(Variant::parts * stride)); /* [parts][positions][H] */
-  for (float &value : all) value = random.normal();
-  int next = 0;
-  for (int64_t e = 0; e < entries; e++) {
-    const bool mine = random.below(3) != 0 && e / Model::top_k % 7 != 3; /* some rows have no entry here */
-    positions[static_cast<size_t>(e)] = mine ? next++ : -1;
-    const float weight = random.normal();
-    memcpy(received.data() + e / Model::top_k * layout.bytes() + Row::weights + e % Model::top_k * 4, &weight, 4);
-  }
-  Buffer<float> outputs(static_cast<size_t>(Variant::parts * stride));
-  Buffer<uint16_t> out(static_cast<size_t>(rows * pitch));
-  std::vector<uint16_t> expected(out.size(), 0x1234);
-  uint8_t *target = reinterpret_cast<uint8_t *>(out.data());
-  for (size_t i = 0; i < out.size(); i++) out[i] = 0x1234;
-  moeflow_experts_params params = {};
-  params.in = {received.data(), 0, rows, 1, 0, rows};
-  params.positions = positions.data();
-  params.write_empty = write_empty;
-  params.out.targets = write_empty ? reinterpret_cast<uint8_t *const *>(target) : &target;
-
-  moeflow::Schedule<Model, Variant> schedule;
-  schedule.init(tiles, blocks, rows, entries);
-  for (int g = 0; g < schedule.groups; g++) {
-    const moeflow::GroupOutputs place = schedule.outputs_of(g, outputs.data(), stride);
-    const int end = std::min(place.first + (schedule.groups == 1 ? Model::hidden : schedule.group_columns), Model::hidden);
-    for (int part = 0; part < Variant::parts; part++) {
-      for (int p = 0; p < next; p++) {
-        for (int c = place.first; c < end; c++) {
-          place.base[part * place.part_stride + int64_t{p} * place.pitch + c - place.first] =
-              all[static_cast<size_t>(part * stride + int64_t{p} * Model::hidden + c)];
-        }
-      }
+class Launch {
+ public:
+  Launch(int tiles, int blocks, int rows, bool write_empty, uint64_t seed)
+      : rows_(rows),
+        tiles_(tiles),
+        pitch_(write_empty ? Model::hidden : layout_.return_bytes(false) / 2), /* plain rows, or return rows */
+        received_(static_cast<size_t>(rows * layout_.bytes())),
+        positions_(static_cast<size_t>(rows * Model::top_k)),
+        stride_(int64_t{rows} * Model::top_k * Model::hidden),
+        all_(static_cast<size_t>(Variant::parts * stride_)),
+        outputs_(static_cast<size_t>(Variant::parts * stride_)),
+        out_(static_cast<size_t>(rows * pitch_)) {
+    Random random(seed);
+    for (float &value : all_) value = random.normal();
+    for (size_t i = 0; i < out_.size(); i++) out_[i] = untouched;
+    for (int e = 0; e < rows * Model::top_k; e++) {
+      const bool mine = random.below(3) != 0 && e / Model::top_k % 7 != 3; /* some rows have no entry here */
+      positions_[static_cast<size_t>(e)] = mine ? entries_++ : -1;
+      const float weight = random.normal();
+      memcpy(weight_at(e / Model::top_k, e % Model::top_k), &weight, 4);
     }
-    for (int ticket = 0; ticket < schedule.tickets; ticket++) {
-      const Unit unit = schedule.at(ticket);
-      if (!unit.sum || unit.group != g) continue;
-      emulator::launch(1, 96, 0, [&] {
-        const moeflow::RowSums<Model, Variant> sums = {params, place};
-        sums.template run<96>(unit, static_cast<int>(threadIdx.x));
+    target_ = reinterpret_cast<uint8_t *>(out_.data());
+    params_.in = {received_.data(), 0, rows, 1, 0, rows};
+    params_.positions = positions_.data();
+    params_.write_empty = write_empty;
+    params_.out.targets = write_empty ? reinterpret_cast<uint8_t *const *>(target_) : &target_;
+    schedule_.init(tiles, blocks, rows, entries_);
+  }
+
+  /* Tickets in their order. The last group's sums have none. */
+  void play() {
+    std::vector<std::vector<Unit>> waiting(static_cast<size_t>(schedule_.groups)); /* sums that nobody has asked for */
+    for (int ticket = 0; ticket < schedule_.tickets; ticket++) {
+      const Unit unit = schedule_.at(ticket);
+      if (unit.sum) waiting[static_cast<size_t>(unit.group)].push_back(unit);
+      if (!unit.down) continue;
+      if (unit.group >= MOEFLOW_GROUP_SLOTS) add(waiting[static_cast<size_t>(unit.group - MOEFLOW_GROUP_SLOTS)]);
+      write(unit);
+    }
+    for (int i = 0; i < schedule_.sum_units; i++) waiting.back().push_back(schedule_.sum_at(schedule_.groups - 1, i));
+    for (std::vector<Unit> &sums : waiting) add(sums);
+  }
+
+  void expect() {
+    size_t wrong = 0;
+    for (int r = 0; r < rows_; r++) {
+      for (int c = 0; c < pitch_; c++) wrong += out_[static_cast<size_t>(r * pitch_ + c)] != wanted(r, c);
+    }
+    EXPECT(wrong == 0, "%zu of %zu sums, %d groups, %d parts, %s", wrong, out_.size(), schedule_.groups, Variant::parts,
+           schedule_.paired ? "paired" : "single");
+  }
+
+  const moeflow::Schedule<Model, Variant> &schedule() const {
+    return schedule_;
+  }
+
+ private:
+  static constexpr uint16_t untouched = 0x1234;
+
+  uint8_t *weight_at(int row, int choice) {
+    return received_.data() + row * layout_.bytes() + moeflow::Row<Model>::weights + choice * 4;
+  }
+  float output(int part, int position, int column) const { /* what the down units compute */
+    return all_[static_cast<size_t>(part * stride_ + int64_t{position} * Model::hidden + column)];
+  }
+
+  /* What a down unit stores: its rows of the matrix inside, for the positions of its tile. */
+  void write(const Unit &unit) {
+    const moeflow::GroupOutputs place = schedule_.outputs_of(unit.group, outputs_.data(), stride_);
+    const int end = std::min(unit.row + unit.rows, Model::hidden);
+    for (int p = entries_ * unit.tile / tiles_; p < entries_ * (unit.tile + 1) / tiles_; p++) {
+      float *to = place.base + unit.part * place.part_stride + int64_t{p} * place.pitch - place.first;
+      for (int c = unit.row; c < end; c++) to[c] = output(unit.part, p, c);
+    }
+  }
+
+  void add(std::vector<Unit> &sums) {
+    for (const Unit &unit : sums) {
+      emulator::launch(1, 256, 0, [&] {
+        const moeflow::RowSums<Model, Variant, 8> rows(params_, unit, static_cast<int>(threadIdx.x));
+        rows.run(schedule_.outputs_of(unit.group, outputs_.data(), stride_));
       });
     }
+    sums.clear();
   }
-  for (int r = 0; r < rows; r++) {
-    for (int c = 0; c < Model::hidden; c++) {
-      float sum = 0;
-      bool any = false;
-      for (int k = 0; k < Model::top_k; k++) {
-        const int32_t position = positions[static_cast<size_t>(r * Model::top_k + k)];
-        if (position < 0) continue;
-        float value = 0, weight;
-        for (int part = 0; part < Variant::parts; part++) {
-          const float piece = all[static_cast<size_t>(part * stride + int64_t{position} * Model::hidden + c)];
-          value = part == 0 ? piece : value + piece;
-        }
-        memcpy(&weight, received.data() + r * layout.bytes() + Row::weights + k * 4, 4);
-        const float product = weight * value;
-        sum = any ? sum + product : product;
-        any = true;
-      }
-      if (any || write_empty) expected[static_cast<size_t>(r * pitch + c)] = to_bf16(sum);
+
+  uint16_t wanted(int row, int column) {
+    float sum = 0;
+    bool any = false;
+    for (int k = 0; column < Model::hidden && k < Model::top_k; k++) {
+      const int32_t position = positions_[static_cast<size_t>(row * Model::top_k + k)];
+      if (position < 0) continue;
+      float value = output(0, position, column), weight;
+      for (int part = 1; part < Variant::parts; part++) value += output(part, position, column);
+      memcpy(&weight, weight_at(row, k), 4);
+      const float product = weight * value;
+      sum = any ? sum + product : product;
+      any = true;
     }
+    return any || (params_.write_empty && column < Model::hidden) ? to_bf16(sum) : untouched;
   }
-  size_t wrong = 0;
-  for (size_t i = 0; i < out.size(); i++) wrong += out[i] != expected[i];
-  EXPECT(wrong == 0, "%zu of %zu sums, %d groups, %d parts", wrong, out.size(), schedule.groups, Variant::parts);
+
+  const Layout layout_ = {Model::hidden, Model::top_k};
+  int rows_;
+  int tiles_;
+  int entries_ = 0; /* of this rank; each tile has an equal share of their positions */
+  int64_t pitch_;
+  Buffer<uint8_t> received_;
+  Buffer<int32_t> positions_;
+  int64_t stride_;
+  std::vector<float> all_; /* [parts][positions][H] */
+  Buffer<float> outputs_;
+  Buffer<uint16_t> out_;
+  uint8_t *target_;
+  moeflow_experts_params params_ = {};
+  moeflow::Schedule<Model, Variant> schedule_;
+};
+
+/* The least number of groups that the case is for. */
+template <class Model, class Variant>
+void check_sums(int tiles, int blocks, int rows, bool write_empty, bool paired, int groups, uint64_t seed) {
+  Launch<Model, Variant> launch(tiles, blocks, rows, write_empty, seed);
+  EXPECT(launch.schedule().groups >= groups && launch.schedule().paired == paired, "case %d: %d groups, %s",
+         static_cast<int>(seed), launch.schedule().groups, launch.schedule().paired ? "paired" : "single");
+  launch.play();
+  launch.expect();
 }
 
 }  // namespace
@@ -206,12 +267,19 @@ int main() {
   every_size<Main, 64, 4>();
   every_size<Main, 256, 2>();
   every_size<Odd, 128, 1>();
+  every_size<Main, 128, 1, 64>();
+  every_size<Main, 128, 1, 128>();
+  every_size<Odd, 128, 2, 64>();
+  every_size<Tiny, 128, 1, 64>();
   every_size<Odd, 64, 8>();
   every_size<Tiny, 128, 2>();
-  check_sums<Odd, Form<128, 1>>(4, 132, 30, false, 1);
-  check_sums<Odd, Form<128, 4>>(4, 132, 13, true, 2);
-  check_sums<Tiny, Form<64, 2>>(1, 4, 25, true, 3);
-  check_sums<Shape<4096, 64, 8>, Form<128, 1>>(40, 1, 40, false, 4); /* groups */
-  check_sums<Shape<4096, 64, 8>, Form<128, 2>>(40, 1, 40, true, 5);
+  check_sums<Odd, Form<128, 1>>(4, 132, 30, false, false, 1, 1);
+  check_sums<Odd, Form<128, 4>>(4, 132, 13, true, false, 1, 2);
+  check_sums<Tiny, Form<64, 2>>(1, 4, 25, true, false, 1, 3);
+  check_sums<Odd, Form<128, 2, 64>>(1, 132, 30, false, true, 1, 4);
+  using Wide = Shape<4096, 64, 8>;
+  check_sums<Wide, Form<128, 1>>(40, 1, 40, false, false, MOEFLOW_GROUP_SLOTS + 1, 5);
+  check_sums<Wide, Form<128, 2>>(40, 1, 40, true, false, 2 * MOEFLOW_GROUP_SLOTS, 6);
+  check_sums<Wide, Form<128, 1, 64>>(4, 1, 40, false, true, MOEFLOW_GROUP_SLOTS + 1, 7);
   TEST_END;
 }

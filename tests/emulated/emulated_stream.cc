@@ -117,7 +117,7 @@ struct ControlBlock {
     const uint32_t half = launches % 2;
     EXPECT(control()->launches == launches && control()->left == 0, "%u launches, %u left", control()->launches,
            control()->left);
-    EXPECT(control()->tickets[half] == 0, "ticket %u", control()->tickets[half]);
+    EXPECT(control()->tickets == 0, "ticket %u", control()->tickets);
     const uint32_t *done = reinterpret_cast<const uint32_t *>(control() + 1) + half * tiles_max;
     for (int64_t i = 0; i < tiles_max; i++) EXPECT(done[i] == 0, "tile %d: %u", static_cast<int>(i), done[i]);
   }
@@ -140,12 +140,14 @@ void run_stream(Problem &problem, Packed &gate_up, Packed &down, ControlBlock &c
   moeflow_lane lane = lane_at(1);
   Buffer<moeflow_tile> tiles(static_cast<size_t>(control.tiles_max));
   const int32_t count = list_tiles(problem, Variant::tile_tokens, tiles);
+  const int32_t entry_count = problem.positions;
   moeflow_experts_params params = {};
   params.lane = &lane;
   params.in = {problem.received->data(), problem.block_bytes, problem.rows, problem.ranks, 0, problem.rows};
   params.entries = problem.entries->data();
   params.tiles = tiles.data();
   params.tile_count = &count;
+  params.entry_count = &entry_count;
   params.gate_up_packed = gate_up.describe();
   params.down_packed = down.describe();
   params.control = control.control();
@@ -275,7 +277,7 @@ void nothing_to_do() {
   const int32_t count = 0;
   moeflow_experts_params params = {};
   params.lane = &lane;
-  params.tile_count = &count;
+  params.tile_count = params.entry_count = &count;
   params.control = some.control->control();
   params.tiles_max = static_cast<int32_t>(some.control->tiles_max);
   using Variant = Stream<8, 64, 4, 2>;

@@ -234,7 +234,7 @@ static void abort_loop(struct loop *loop, int delay_us) {
 
 static void test_abort_in_loop(void) {
   static struct loop loop;
-  const int delays_us[] = {0, 37, 110, 230, 1000};
+  const int delays_us[] = {0, 13, 37, 71, 110, 157, 230, 1000};
   gpu.world.timeout_ms = LOOP_TIMEOUT_MS;
   gpu_open(&gpu);
   for (int i = 0; i < 2; i++) {
@@ -246,6 +246,86 @@ static void test_abort_in_loop(void) {
   gpu_close(&gpu);
   for (size_t i = 0; i < sizeof delays_us / sizeof *delays_us; i++) abort_loop(&loop, delays_us[i]);
   for (int i = 0; i < 2; i++) step_free(&gpu.world, &loop.inputs[i]);
+  gpu.world.timeout_ms = 1500;
+}
+
+/* An abort while nothing but the experts runs: a queue of launches on each rank, which share the GPU's multiprocessors, so
+ * that some blocks of a launch look for poison before it is there and some after. Those that began must not wait for the
+ * others. */
+#define QUEUE_LAUNCHES 300
+#define QUEUE_ROUNDS 16
+#define QUEUE_MS 5000 /* all of a queue takes some milliseconds */
+
+struct queue {
+  struct step step;
+  int delay_us;
+  atomic_int launched; /* by both ranks */
+  int busy;            /* queues that had not ended when they were aborted */
+};
+
+static void *abort_queue(void *argument) {
+  struct queue *queue = argument;
+  const int64_t deadline = deadline_in(QUEUE_MS);
+  CU(cuCtxPushCurrent(gpu.context));
+  while (atomic_load(&queue->launched) < 20 * RANKS && !deadline_passed(deadline)) continue;
+  usleep((useconds_t)queue->delay_us);
+  for (int r = 0; r < RANKS; r++) queue->busy += driver.cuStreamQuery(gpu.rank[r].stream) == CUDA_ERROR_NOT_READY;
+  for (int r = 0; r < RANKS; r++) {
+    EXPECT(moeflow_abort(gpu.world.rank[r].group) == MOEFLOW_OK, "%s", moeflow_last_error());
+  }
+  return NULL;
+}
+
+/* The rows are those of the step before; the sums of all ranks' 8 go to `out`, which has room for 16. */
+static void queue_one(struct world *world, int rank, void *argument) {
+  struct queue *queue = argument;
+  moeflow_forward_args args = gpu_args(&gpu, &queue->step, rank);
+  CUresult result;
+  CU(cuCtxPushCurrent(gpu.context));
+  args.flags = MOEFLOW_FORWARD_EXPERTS;
+  for (int i = 0; i < QUEUE_LAUNCHES; i++) {
+    const moeflow_status status = moeflow_forward(world->rank[rank].layer, &args);
+    EXPECT(status == MOEFLOW_OK || status == MOEFLOW_ERROR_PEER, "rank %d, launch %d: %s", rank, i, moeflow_last_error());
+    atomic_fetch_add(&queue->launched, 1);
+  }
+  const int64_t deadline = deadline_in(QUEUE_MS);
+  while ((result = driver.cuStreamQuery(gpu.rank[rank].stream)) == CUDA_ERROR_NOT_READY && !deadline_passed(deadline)) {
+    usleep(100);
+  }
+  if (result == CUDA_SUCCESS) return;
+  fprintf(stderr, "abort after %d us: rank %d: its queue of launches %s\n", queue->delay_us, rank,
+          result == CUDA_ERROR_NOT_READY ? "does not end: blocks wait for others that have left" : "has met an error");
+  _Exit(EXIT_FAILURE); /* nothing that waits for the device would return */
+}
+
+static void abort_round(struct queue *queue, int delay_us) {
+  pthread_t thread;
+  queue->delay_us = delay_us;
+  atomic_store(&queue->launched, 0);
+  gpu_open(&gpu);
+  gpu_run(&gpu, &queue->step);
+  step_expect_ok(&gpu.world, &queue->step, "before the launches");
+  const struct plan *plan = &gpu.world.rank[0].context->plan;
+  EXPECT(!plan_variant(plan, KERNEL_EXPERTS, 0) || plan_bucket_for(plan, RANKS * 8)->experts != PLAN_NONE,
+         "another kernel serves %d rows", RANKS * 8);
+  EXPECT(pthread_create(&thread, NULL, abort_queue, queue) == 0);
+  world_each(&gpu.world, queue_one, queue);
+  pthread_join(thread, NULL);
+  for (int r = 0; r < RANKS; r++) {
+    EXPECT(moeflow_poll(gpu.world.rank[r].group, QUEUE_MS) == MOEFLOW_ERROR_PEER, "abort after %d us: rank %d: %s", delay_us,
+           r, moeflow_last_error());
+  }
+  gpu_close(&gpu);
+}
+
+static void test_abort_in_experts(void) {
+  static struct queue queue;
+  gpu.world.timeout_ms = LOOP_TIMEOUT_MS;
+  fill(&queue.step, 250);
+  for (int i = 0; i < QUEUE_ROUNDS; i++) abort_round(&queue, i * 61);
+  EXPECT(queue.busy > QUEUE_ROUNDS, "of %d queues only %d had launches left when they were aborted", RANKS * QUEUE_ROUNDS,
+         queue.busy);
+  step_free(&gpu.world, &queue.step);
   gpu.world.timeout_ms = 1500;
 }
 
@@ -276,6 +356,7 @@ int main(void) {
   test_silent_rank();
   test_abort();
   test_abort_in_loop();
+  test_abort_in_experts();
   test_large_allocation();
   TEST_END;
 }

@@ -46,7 +46,7 @@ static void gpu_check(CUresult result, const char *call, int line) {
 /* Device memory of one rank. */
 struct gpu_rank {
   CUstream stream;
-  CUdeviceptr matrices[2], hidden, out, ids, weights, logits;
+  CUdeviceptr matrices[2], pointers[2], hidden, out, ids, weights, logits; /* pointers: with WORLD_POINTERS */
 };
 
 struct gpu {
@@ -87,20 +87,24 @@ static void gpu_choose_cache(void) {
   snprintf(gpu_cache, sizeof gpu_cache, "%s", given && *given ? given : scratch_path("cache"));
 }
 
-/* Name, shape and reduction make the model; two tests that share a cache share its cubins. */
+/* Name, shape, reduction and activation make the model; two tests that share a cache share its cubins. */
 static void gpu_name(struct spec *spec) {
-  snprintf(spec->name, sizeof spec->name, "test-%d-%d-%d-%d-%s%s%s", spec->hidden, spec->intermediate, spec->experts,
+  snprintf(spec->name, sizeof spec->name, "test-%d-%d-%d-%d-%s%s%s%s", spec->hidden, spec->intermediate, spec->experts,
            spec->top_k, spec->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner",
-           spec->score == SPEC_SOFTMAX ? "-softmax" : "", spec->returned == SPEC_WIRE_FP32 ? "-fp32" : "");
+           spec->score == SPEC_SOFTMAX ? "-softmax" : "", spec->returned == SPEC_WIRE_FP32 ? "-fp32" : "",
+           spec->activation == SPEC_SWIGLU_CLAMP ? "-clamp" : "");
 }
 
 static void gpu_build(const struct spec *spec, const char *arch) {
-  char yaml[1024], path[1024], command[4096];
+  char yaml[1024], path[1024], command[4096], activation[80] = "swiglu";
   gpu_choose_cache();
+  if (spec->activation == SPEC_SWIGLU_CLAMP) {
+    snprintf(activation, sizeof activation, "{kind: swiglu_clamp, limit: %g}", spec->activation_limit);
+  }
   snprintf(yaml, sizeof yaml,
-           "moeflow: 1\nname: %s\nhidden: %d\nintermediate: %d\nexperts: %d\ntop_k: %d\nactivation: swiglu\n"
+           "moeflow: 1\nname: %s\nhidden: %d\nintermediate: %d\nexperts: %d\ntop_k: %d\nactivation: %s\n"
            "router: {score: %s, renormalize: false, scale: 1.0}\nweights: {dtype: bf16}\nreturn: %s\nreduce: %s\n",
-           spec->name, spec->hidden, spec->intermediate, spec->experts, spec->top_k,
+           spec->name, spec->hidden, spec->intermediate, spec->experts, spec->top_k, activation,
            spec->score == SPEC_SOFTMAX ? "softmax" : "sigmoid", spec->returned == SPEC_WIRE_FP32 ? "fp32" : "bf16",
            spec->reduce == SPEC_REDUCE_CHOICES ? "choices" : "owner");
   snprintf(path, sizeof path, "%s", scratch_path("model.yaml"));
@@ -133,19 +137,50 @@ static void *gpu_pointer(CUdeviceptr memory) {
   return (void *)(uintptr_t)memory;
 }
 
+/* The experts' matrices last to first, where no base and stride would find them, and the array that says where they are. */
+static void gpu_scatter(struct gpu *gpu, int rank, int down, size_t expert_bytes) {
+  const struct world_rank *host = &gpu->world.rank[rank];
+  struct gpu_rank *mine = &gpu->rank[rank];
+  const size_t experts = (size_t)host->local_experts;
+  char *reversed = malloc(experts * expert_bytes + 1);
+  CUdeviceptr *at = calloc(experts + 1, sizeof *at);
+  for (size_t e = 0; e < experts; e++) {
+    memcpy(reversed + (experts - 1 - e) * expert_bytes, host->pointers[down][e], expert_bytes);
+  }
+  mine->matrices[down] = gpu_memory(reversed, experts * expert_bytes);
+  for (size_t e = 0; e < experts; e++) at[e] = mine->matrices[down] + (experts - 1 - e) * expert_bytes;
+  mine->pointers[down] = gpu_memory(at, experts * sizeof *at);
+  free(reversed);
+  free(at);
+}
+
 static moeflow_status gpu_bind(struct gpu *gpu, int rank) {
-  struct world_rank *mine = &gpu->world.rank[rank];
+  struct world_rank *host = &gpu->world.rank[rank];
+  struct gpu_rank *mine = &gpu->rank[rank];
   moeflow_weights weights = MOEFLOW_WEIGHTS_INIT;
-  mine->local_experts = moeflow_layer_local_experts(mine->layer);
+  int64_t expert_stride[2], row_stride[2]; /* in elements */
+  host->local_experts = moeflow_layer_local_experts(host->layer);
   for (int down = 0; down < 2; down++) {
-    int64_t expert_stride, row_stride;
-    world_make_matrices(&gpu->world, rank, down, &expert_stride, &row_stride);
-    gpu->rank[rank].matrices[down] = gpu_memory(mine->matrices[down], (size_t)(2 * mine->local_experts * expert_stride));
+    world_make_matrices(&gpu->world, rank, down, &expert_stride[down], &row_stride[down]);
+    if (gpu->world.weights == WORLD_POINTERS) {
+      gpu_scatter(gpu, rank, down, (size_t)(2 * expert_stride[down]));
+    } else {
+      mine->matrices[down] = gpu_memory(host->matrices[down], (size_t)(2 * host->local_experts * expert_stride[down]));
+    }
   }
   weights.order = gpu->world.order;
-  weights.gate_up = gpu_pointer(gpu->rank[rank].matrices[0]);
-  weights.down = gpu_pointer(gpu->rank[rank].matrices[1]);
-  return moeflow_layer_bind(mine->layer, &weights);
+  if (gpu->world.weights == WORLD_POINTERS) {
+    weights.gate_up_experts = gpu_pointer(mine->pointers[0]);
+    weights.down_experts = gpu_pointer(mine->pointers[1]);
+  } else {
+    weights.gate_up = gpu_pointer(mine->matrices[0]);
+    weights.down = gpu_pointer(mine->matrices[1]);
+    weights.gate_up_expert_stride = 2 * expert_stride[0];
+    weights.down_expert_stride = 2 * expert_stride[1];
+  }
+  weights.gate_up_row_stride = 2 * row_stride[0];
+  weights.down_row_stride = 2 * row_stride[1];
+  return moeflow_layer_bind(host->layer, &weights);
 }
 
 static void gpu_make_buffers(struct gpu *gpu, int rank) {
@@ -216,8 +251,8 @@ static void gpu_close_one(struct world *world, int rank, void *argument) {
   EXPECT(moeflow_layer_destroy(host->layer) == MOEFLOW_OK, "rank %d: %s", rank, moeflow_last_error());
   EXPECT(moeflow_group_destroy(host->group) == MOEFLOW_OK, "rank %d: %s", rank, moeflow_last_error());
   EXPECT(moeflow_close(host->context) == MOEFLOW_OK, "rank %d: %s", rank, moeflow_last_error());
-  CUdeviceptr memory[] = {mine->matrices[0], mine->matrices[1], mine->hidden, mine->out,
-                          mine->ids,         mine->weights,     mine->logits};
+  CUdeviceptr memory[] = {mine->matrices[0], mine->matrices[1], mine->pointers[0], mine->pointers[1], mine->hidden,
+                          mine->out,         mine->ids,         mine->weights,     mine->logits};
   for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) {
     if (memory[i]) CU(cuMemFree(memory[i]));
   }

@@ -279,7 +279,7 @@ static void test_workspace(void) {
   EXPECT(group->lanes[0].tiles_max == 16 + 10, "%d tiles", group->lanes[0].tiles_max);
   const struct moeflow_experts_control *control = group->lanes[0].control;
   const uint32_t *done = (const uint32_t *)(control + 1);
-  EXPECT((uintptr_t)control % 128 == 0 && control->launches == 0 && control->left == 0 && control->tickets[0] == 0);
+  EXPECT((uintptr_t)control % 128 == 0 && control->launches == 0 && control->left == 0 && control->tickets == 0);
   for (int i = 0; i < 2 * 26; i++) EXPECT(done[i] == 0, "counter %d", i);
   EXPECT((const uint8_t *)(done + 2 * 26) <= (const uint8_t *)group->lanes[0].arena + group->lanes[0].arena_bytes);
   context->plan.buckets[0].rows_max = 20; /* a white-box change behind the lane's back is noticed */
@@ -523,7 +523,7 @@ static void test_packed_refused(void) {
   open_world(fake_plan, &spec, 100);
   weights.size = sizeof weights;
   EXPECT_STATUS(moeflow_layer_bind(layer, &weights), MOEFLOW_ERROR_UNSUPPORTED,
-                "moeflow-gen build models/tiny.yaml --dtype bf16 --arch sm_90a --packed");
+                "`name: tiny`: moeflow-gen build MODEL.yaml --dtype bf16 --arch sm_90a --packed");
   EXPECT_STATUS(moeflow_layer_packed_bytes(layer, &a, &b), MOEFLOW_ERROR_UNSUPPORTED, "--packed");
   EXPECT_STATUS(moeflow_layer_pack(layer, &weights, 0, 1, (void *)16, (void *)16, NULL), MOEFLOW_ERROR_UNSUPPORTED,
                 "--packed");

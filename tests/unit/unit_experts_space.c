@@ -132,6 +132,8 @@ static void facts(void) {
   for (const struct arch *arch = arch_table; arch->name; arch++) {
     EXPECT(experts_kernel_on(KERNEL_EXPERTS, arch) == !strcmp(arch->name, "sm_90a"), "%s", arch->name);
     EXPECT(experts_kernel_on(KERNEL_EXPERTS_STREAM, arch));
+    const struct arch *beside = experts_arch_beside(arch);
+    EXPECT(strcmp(beside ? beside->name : "", strcmp(arch->name, "sm_90") ? "" : "sm_90a") == 0, "%s", arch->name);
   }
 }
 

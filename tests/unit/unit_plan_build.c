@@ -119,7 +119,7 @@ static void experts_by_rows(void) {
   struct spec spec = spec_of(288, 8);
   struct plan_draft draft;
   EXPECT(plan_build(&spec, "sm_90a", NULL, &draft) == MOEFLOW_OK);
-  static const int rows[][2] = {{1, 8}, {8, 8}, {9, 16}, {16, 16}, {17, 64}, {64, 64}, {65, 128}, {1024, 128}};
+  static const int rows[][2] = {{1, 8}, {8, 8}, {9, 16}, {16, 16}, {17, 64}, {64, 64}, {65, 64}, {1024, 64}};
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     const struct plan_variant *variant = serving(&draft.plan, KERNEL_EXPERTS, rows[i][0]);
     EXPECT(variant && variant->tile_tokens == rows[i][1], "%d rows", rows[i][0]);
@@ -182,8 +182,8 @@ static void tuned_buckets(void) {
     EXPECT(experts_shape_same(&shape, &tuned_lines[0].shape), "%d rows", rows);
   }
   EXPECT(!serving(&draft.plan, KERNEL_EXPERTS, 5) && !serving(&draft.plan, KERNEL_EXPERTS, 64), "the portable form won");
-  EXPECT(serving(&draft.plan, KERNEL_EXPERTS, 65)->tile_tokens == 128, "packed weights won, but these are plain");
-  EXPECT(serving(&draft.plan, KERNEL_EXPERTS, 501)->tile_tokens == 128, "the default, beyond what was measured");
+  EXPECT(serving(&draft.plan, KERNEL_EXPERTS, 65)->tile_tokens == 64, "packed weights won, but these are plain");
+  EXPECT(serving(&draft.plan, KERNEL_EXPERTS, 501)->tile_tokens == 64, "the default, beyond what was measured");
   EXPECT(!serving(&draft.plan, KERNEL_EXPERTS, 1025));
   static const struct {
     int rows;
@@ -279,7 +279,7 @@ static void candidates(void) {
   EXPECT(plan_build(&spec, "sm_90a", &options, &draft) == MOEFLOW_OK);
   EXPECT(draft.plan.variant_count == plain.plan.variant_count + 1);
   EXPECT(memcmp(draft.plan.buckets, plain.plan.buckets, sizeof plain.plan.buckets) == 0);
-  EXPECT(plan_find_experts(&draft.plan, KERNEL_EXPERTS, &list[0].shape) == 4);
+  EXPECT(plan_find_experts(&draft.plan, KERNEL_EXPERTS, &list[0].shape) == 3);
   EXPECT(plan_find_experts(&draft.plan, KERNEL_EXPERTS, &list[1].shape) == 0);
   EXPECT(plan_find_experts(&plain.plan, KERNEL_EXPERTS, &list[0].shape) == PLAN_NONE);
 }

@@ -22,6 +22,7 @@ import triton
 DEVICE = "cuda"
 ROUTINGS = 16  # layers in one graph, each with its own routing and hidden states
 SPIN_CYCLES = 800_000  # about 0.4 ms on the device, in which the host enqueues a whole sample
+SAME = float("inf")  # --skew same
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
                         help="T, tokens per rank, comma-separated (default: 1,2,4,8,16,32,64,128)")
     parser.add_argument("--budget", type=float, default=120, help="seconds of tuning in all (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=rounds, help="timed replays per arm (default: %(default)s)")
-    parser.add_argument("--skew", type=float, default=0.0, help="expert popularity 1/place^SKEW; 0 is uniform")
+    parser.add_argument("--skew", type=lambda text: SAME if text == "same" else float(text), default=0.0,
+                        help="expert popularity 1/place^SKEW; 0 is uniform; same: all rows pick the same experts of one rank")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--moeflow", metavar="LIB", help="path of libmoeflow: add MoEFlow's arms (moeflow_arm.py)")
     parser.add_argument("--read-bandwidth", type=Path, metavar="BINARY",
@@ -88,16 +90,25 @@ def shape_from(parser: argparse.ArgumentParser, args: argparse.Namespace, ep: in
 def make_routings(shape: Shape, tokens: int, skew: float, seed: int, count: int = ROUTINGS) -> list[torch.Tensor]:
     """Expert ids (ep * tokens, K) int32 on the host, the same on every rank.
 
-    Each row draws K different experts without replacement, by popularity: top-K of log-popularity plus Gumbel noise.
+    Each row draws K different experts without replacement, by popularity: top-K of log-popularity plus Gumbel noise. With
+    SAME, all rows of a routing have the same K experts of one rank, others in the next routing.
     """
     generator = torch.Generator().manual_seed(seed)
     place = torch.randperm(shape.experts, generator=generator) + 1
     rows = shape.ep * tokens
     routings = []
     for _ in range(count):
+        if skew == SAME:
+            same = torch.randperm(shape.local_experts, generator=generator)[:shape.topk]
+            routings.append(same.int().expand(rows, -1).contiguous())
+            continue
         gumbel = -torch.empty(rows, shape.experts).exponential_(generator=generator).log()
         routings.append((gumbel - skew * place.log()).topk(shape.topk).indices.int())
     return routings
+
+
+def routing_name(skew: float) -> str:
+    return "same" if skew == SAME else f"zipf-{skew}" if skew else "uniform"
 
 
 def active_experts(ids: torch.Tensor, shape: Shape) -> list[int]:
@@ -136,7 +147,7 @@ def floor_us(routings: Sequence[torch.Tensor], shape: Shape, rates: Sequence[flo
 def point_header(tokens: int, args: argparse.Namespace, shape: Shape, rates: Sequence[float], bound: str) -> dict:
     """What a point says before its arms. `bound` is what its kind of result calls the floor."""
     routings = make_routings(shape, tokens, args.skew, args.seed)
-    return {"tokens": tokens, "dtype": args.dtype, "routing": f"zipf-{args.skew}" if args.skew else "uniform",
+    return {"tokens": tokens, "dtype": args.dtype, "routing": routing_name(args.skew),
             "bytes": floor_bytes(routings, shape), "read_gbs": round(min(rates), 1),
             bound: round(floor_us(routings, shape, rates), 2)}
 
@@ -261,6 +272,15 @@ def git_state() -> dict:
     return {"sha": sha or None, "dirty": bool(command_output("git", "status", "--porcelain")) if sha else None}
 
 
+def short_path(argument: str) -> str:
+    """An absolute path from the current folder if it lies below, else its last name: a result names no folders of its machine."""
+    name, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    if not value.startswith("/"):
+        return argument
+    path = Path(value)
+    return name + equals + (str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name)
+
+
 def write_result(path: Path, kind: str, git: dict, shape: Shape, args: argparse.Namespace, points: list[dict]) -> None:
     """Writes a result of this kind in the form that bench/README.md gives, with what is needed to repeat it.
 
@@ -278,7 +298,7 @@ def write_result(path: Path, kind: str, git: dict, shape: Shape, args: argparse.
     document = {
         "schema": "moeflow-bench/1", "kind": kind, "git": git,
         "machine": f"{gpu}x{torch.cuda.device_count()}", "model": args.model, "ep": shape.ep,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "seed": args.seed, "shape": asdict(shape),
+        "command": shlex.join([Path(sys.argv[0]).name, *map(short_path, sys.argv[1:])]), "seed": args.seed, "shape": asdict(shape),
         "layers_per_replay": ROUTINGS, "environment": environment, "points": points,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -254,7 +254,7 @@ static moeflow_status run_layers(struct experts_arm *arm, int sums, double *micr
 
 moeflow_status experts_arm_launch(struct experts_arm *arm, double *microseconds) {
   const moeflow_status status = run_layers(arm, arm->with_sum, microseconds);
-  *microseconds /= BENCH_ROUTINGS;
+  if (status == MOEFLOW_OK) *microseconds /= BENCH_ROUTINGS;
   return status;
 }
 

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "experts_state.h"
+#include "model.h"
 #include "random.h"
 
 #define FILL_BLOCKS 1024
@@ -117,6 +118,7 @@ moeflow_status experts_bench_open(const struct experts_bench_config *config, str
   *made = NULL;
   if (!bench) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for a bench");
   bench->ep = config->ep;
+  bench->capacity = config->capacity;
   bench->tokens_max = config->tokens_max;
   CHECK(open_context(config, bench));
   bench->local_experts = bench->plan.spec.experts / bench->ep;
@@ -165,12 +167,6 @@ void experts_bench_close(struct experts_bench *bench) {
 }
 
 /* ---- Routings ---- */
-
-int experts_rows_of(int ep, int tokens) {
-  int rows = 1;
-  while (rows < tokens) rows *= 2;
-  return ep * rows;
-}
 
 void experts_hidden(const struct experts_bench *bench, int routing, int row, uint16_t *hidden) {
   inputs_hidden(&bench->inputs, routing, 0, row, hidden);
@@ -240,5 +236,5 @@ const struct plan *experts_bench_plan(const struct experts_bench *bench) {
 }
 
 int experts_bench_rows(const struct experts_bench *bench) {
-  return experts_rows_of(bench->ep, bench->tokens);
+  return model_rows(bench->ep, bench->capacity, bench->tokens);
 }

@@ -2,7 +2,7 @@
  * layers, each with a routing and hidden rows of its own, so that the weights come from memory and not from the L2.
  *
  * Weights [E / ep] are drawn by the fill kernel. Every routing has a group of one LOCAL rank whose step holds the rows that
- * all `ep` ranks would send: capacity ep * tokens rows, in which ids of other ranks' experts are -1. The rank played is, in
+ * all `ep` ranks would send: as many as model_rows says, in which ids of other ranks' experts are -1. The rank played is, in
  * each routing, the one with the most active experts, renamed to rank 0. Small models get several copies of the weights,
  * each for some of the routings.
  *
@@ -23,6 +23,7 @@ struct experts_bench_config {
   const char *cache; /* NULL: as moeflow_open finds it */
   int device;
   int ep;
+  int capacity;   /* of a rank: no step moves more rows unless it has more tokens */
   int tokens_max; /* largest T, tokens per rank */
   uint64_t seed;
   moeflow_backend backend; /* CPU: a launch runs the layers one after the other, for tests */

@@ -19,19 +19,19 @@ struct experts_rows { /* of one routing, in the backend's memory */
 struct experts_bench {
   moeflow_context *context;
   int cuda, entered;
-  int ep, tokens_max, local_experts;
-  struct plan plan;  /* as it was opened; the context's own has the buckets of the arm at work */
+  int ep, capacity, tokens_max, local_experts;
+  struct plan plan; /* as it was opened; the context's own has the buckets of the arm at work */
   struct inputs inputs;
-  int32_t *places;   /* [E]: rank 0 of one has the first E / ep, nobody the rest */
+  int32_t *places;    /* [E]: rank 0 of one has the first E / ep, nobody the rest */
   struct timer timer; /* GPU only */
-  int copies;        /* of the weights: routing i uses i % copies */
+  int copies;         /* of the weights: routing i uses i % copies */
   struct experts_weights plain[BENCH_ROUTINGS], packed[BENCH_ROUTINGS];
   struct experts_rows memory[BENCH_ROUTINGS];
   /* of the present routing */
-  int tokens;        /* T; 0: none yet */
+  int tokens; /* T; 0: none yet */
   struct routing routings[BENCH_ROUTINGS];
   uint16_t *reference; /* host [BENCH_ROUTINGS][rows, H], once it is known */
-  int arms;          /* that live */
+  int arms;            /* that live */
 };
 
 struct experts_arm {
@@ -44,9 +44,6 @@ struct experts_arm {
   uint16_t *out;              /* [BENCH_ROUTINGS][rows, H] */
   CUgraphExec timed, checked; /* GPU: without and with the sums, or twice the same */
 };
-
-/* The rank's rows of a step: ep times what a rank of T tokens sends, a power of two. */
-int experts_rows_of(int ep, int tokens);
 
 /* Experts' inputs of row `row` of a routing: H values. */
 void experts_hidden(const struct experts_bench *bench, int routing, int row, uint16_t *hidden);

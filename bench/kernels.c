@@ -112,6 +112,7 @@ static moeflow_status open_all(struct kernels *kernels) {
                                               .cache = options->cache,
                                               .device = (int)options->device,
                                               .ep = kernels->model.deploy.ep,
+                                              .capacity = kernels->model.deploy.capacity,
                                               .tokens_max = most_tokens(options),
                                               .seed = options->seed};
   moeflow_status status = MOEFLOW_OK;

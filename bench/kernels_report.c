@@ -19,8 +19,8 @@ static void print_arm(const struct arm *arm, FILE *file) {
     fprintf(file, "  %-44s WRONG: %s\n", arm->name, arm->why);
     return;
   }
-  fprintf(file, "  %-44s %9.2f us  [%.2f, %.2f]  %5.1f %% of the limit, error %.1e;", arm->name, arm->us, arm->ci95.low,
-          arm->ci95.high, 100 * arm->fraction, arm->rel_l2);
+  fprintf(file, "  %-44s %9.2f us  [%.2f, %.2f]  %5.1f %% of the limit, error %.1e;", arm->name, arm->us,
+          arm->median_ci95.low, arm->median_ci95.high, 100 * arm->fraction, arm->rel_l2);
   for (int i = 0; i < arm->facts_count; i++) {
     const struct kernel_facts *facts = &arm->facts[i];
     fprintf(file, " %s %d registers, %.1f KiB, %d block(s)", facts->kernel, facts->registers, facts->shared_bytes / 1024.0,
@@ -44,7 +44,9 @@ void kernels_print_point(const struct point *point, FILE *file) {
 }
 
 void kernels_print_verdicts(const struct point *points, int count, FILE *file) {
-  fprintf(file, "moeflow against, time more or less in %%, 95 %% interval over launches, verdict (Holm over this table):\n");
+  fprintf(file,
+          "moeflow against, time more or less in %%, 95 %% interval over launches, verdict (Holm over the arms that are "
+          "compared):\n");
   for (int i = 0; i < count; i++) {
     for (int a = ARM_SERVED + 1; a < points[i].arm_count; a++) {
       const struct arm *arm = &points[i].arms[a];
@@ -104,8 +106,9 @@ static void write_arm(const struct arm *arm, int served, struct json *json) {
   json_key(json, "weighted_sums");
   json_bool(json, arm->with_sum);
   result_real(json, "us", arm->us);
-  result_interval(json, "ci95", arm->ci95);
   result_interval(json, "median_ci95", arm->median_ci95);
+  result_real(json, "mean_us", arm->mean_us);
+  result_interval(json, "ci95", arm->ci95);
   result_real(json, "fraction", arm->fraction);
   if (!served) write_difference(arm, json);
   write_facts(arm, json);

@@ -208,11 +208,15 @@ static int complete(const struct arm *arm, int launches, int pairs) {
 }
 
 static void summarize_arm(const struct point *point, struct arm *arm, int launches, int pairs) {
-  double means[BENCH_LAUNCHES_MAX];
-  for (int l = 0; l < launches; l++) means[l] = statistics_mean(arm->samples + l * pairs, pairs);
-  arm->us = statistics_median(arm->samples, launches * pairs);
+  double means[BENCH_LAUNCHES_MAX], medians[BENCH_LAUNCHES_MAX];
+  for (int l = 0; l < launches; l++) {
+    means[l] = statistics_mean(arm->samples + l * pairs, pairs);
+    medians[l] = statistics_median(arm->samples + l * pairs, pairs);
+  }
+  arm->us = statistics_mean(medians, launches);
+  arm->median_ci95 = statistics_mean_interval(medians, launches);
+  arm->mean_us = statistics_mean(means, launches);
   arm->ci95 = statistics_mean_interval(means, launches);
-  arm->median_ci95 = statistics_median_interval(arm->samples, launches * pairs);
   arm->fraction = point->limit_us / arm->us;
 }
 
@@ -232,7 +236,7 @@ void point_summarize(struct point *point, int launches, int pairs) {
   struct arm *served = &point->arms[ARM_SERVED];
   for (int i = 0; i < point->arm_count; i++) {
     struct arm *arm = &point->arms[i];
-    arm->us = arm->fraction = arm->difference = NAN;
+    arm->us = arm->mean_us = arm->fraction = arm->difference = NAN;
     arm->p = 1;
     if (!complete(arm, launches, pairs)) continue;
     summarize_arm(point, arm, launches, pairs);
@@ -242,12 +246,12 @@ void point_summarize(struct point *point, int launches, int pairs) {
 
 /* ---- The table ---- */
 
-/* Every comparison of the table. */
-static int gather(struct point *points, int count, struct arm **arms, double *p) {
+/* Every comparison of the table with an arm that is `compared`, or that is not. */
+static int gather(struct point *points, int count, int compared, struct arm **arms, double *p) {
   int family = 0;
   for (int i = 0; i < count; i++) {
     for (int a = ARM_SERVED + 1; a < points[i].arm_count; a++) {
-      if (isnan(points[i].arms[a].difference)) continue;
+      if (isnan(points[i].arms[a].difference) || points[i].arms[a].compared != compared) continue;
       arms[family] = &points[i].arms[a];
       p[family++] = points[i].arms[a].p;
     }
@@ -261,11 +265,13 @@ moeflow_status points_judge(struct point *points, int count) {
   struct arm **arms = calloc(most, sizeof *arms);
   moeflow_status status = MOEFLOW_OK;
   if (!p || !adjusted || !arms) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d points", count);
-  const int family = gather(points, count, arms, p);
-  statistics_holm(p, family, adjusted);
-  for (int i = 0; i < family; i++) {
-    arms[i]->p_adjusted = adjusted[i];
-    arms[i]->verdict = statistics_verdict(arms[i]->difference_ci95, adjusted[i]);
+  for (int compared = 0; compared < 2; compared++) {
+    const int family = gather(points, count, compared, arms, p);
+    statistics_holm(p, family, adjusted);
+    for (int i = 0; i < family; i++) {
+      arms[i]->p_adjusted = adjusted[i];
+      arms[i]->verdict = statistics_verdict(arms[i]->difference_ci95, adjusted[i]);
+    }
   }
 
 cleanup:
@@ -286,7 +292,8 @@ static int is_wrong(const struct arm *arm) {
   return !arm->checked;
 }
 
-static int is_faster(const struct arm *arm) {
+/* What is served is, beyond chance, slower than this arm. */
+static int shows_slow(const struct arm *arm) {
   return arm->compared && !isnan(arm->difference) && arm->verdict == VERDICT_SLOW;
 }
 
@@ -295,5 +302,5 @@ int points_wrong(const struct point *points, int count) {
 }
 
 int points_slow(const struct point *points, int count) {
-  return any_arm(points, count, is_faster);
+  return any_arm(points, count, shows_slow);
 }

@@ -23,20 +23,20 @@ struct arm {
   int checked;   /* every check passed; else it is not timed any further, and `why` says what was wrong */
   double rel_l2; /* of the worst row */
   char why[512];
-  int sample_count; /* launches * pairs when all went well */
-  double *samples;  /* microseconds a layer, launch by launch */
-  double us;                             /* median of the samples */
-  struct interval ci95, median_ci95;     /* of the mean, by launch means; of the median, by the sign test */
-  double fraction;                       /* limit / us */
-  double difference;                     /* (moeflow - this) / this, mean over launches */
+  int sample_count;                  /* launches * pairs when all went well */
+  double *samples;                   /* microseconds a layer, launch by launch */
+  double us, mean_us;                /* over launches: the mean of their medians, and of their means */
+  struct interval median_ci95, ci95; /* of those two, by Student's t: a launch is one observation */
+  double fraction;                   /* limit / us */
+  double difference;                 /* (moeflow - this) / this, mean over launches */
   struct interval difference_ci95;
-  double p; /* of no difference; after Holm's correction over the table: */
+  double p; /* of no difference; after Holm's correction over its family in the table: */
   double p_adjusted;
   enum verdict verdict; /* of moeflow against this arm */
 };
 
 struct point {
-  int tokens, rows; /* T; received rows, ep * T rounded up to a power of two */
+  int tokens, rows; /* T; received rows, ep * T rounded up to a power of two, at most the capacity */
   double skew;
   int active[BENCH_ROUTINGS];
   int64_t entries[BENCH_ROUTINGS];
@@ -59,7 +59,8 @@ void point_free(struct point *point);
 /* From the samples: medians, intervals, fractions and differences, all but what needs the whole table. */
 void point_summarize(struct point *point, int launches, int pairs);
 
-/* Holm's correction and the verdicts, over all comparisons of a table. */
+/* Holm's correction and the verdicts: arms that are compared are one family over the whole table, the others (controls, and
+ * arms that do another kind of work) one of their own, since nothing follows from them. */
 moeflow_status points_judge(struct point *points, int count);
 
 /* Whether an arm was wrong anywhere; whether the served arm is slower than another somewhere. */

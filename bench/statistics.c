@@ -92,13 +92,13 @@ static double error_of_mean(const double *values, int count) {
   return sqrt(squares / (count - 1) / count);
 }
 
-double statistics_t_half_width(const double *values, int count) {
+double statistics_t_half_width(const double *values, int count, double level) {
   if (count < 2) return INFINITY;
-  return statistics_t_quantile(1 - STATISTICS_LEVEL / 2, count - 1) * error_of_mean(values, count);
+  return statistics_t_quantile(1 - level / 2, count - 1) * error_of_mean(values, count);
 }
 
 struct interval statistics_mean_interval(const double *values, int count) {
-  const double mean = statistics_mean(values, count), half = statistics_t_half_width(values, count);
+  const double mean = statistics_mean(values, count), half = statistics_t_half_width(values, count, STATISTICS_LEVEL);
   return (struct interval){mean - half, mean + half};
 }
 
@@ -110,22 +110,6 @@ double statistics_mean_p(const double *values, int count) {
 }
 
 /* ---- Others ---- */
-
-struct interval statistics_median_interval(const double *values, int count) {
-  double *ordered = sorted(values, count);
-  struct interval interval = {-INFINITY, INFINITY};
-  double tail = 0;
-  int below = 0;
-  if (!ordered) return interval;
-  for (;; below++) { /* the most values that may lie outside on each side: binomial, one half each */
-    const double term = exp(lgamma(count + 1.0) - lgamma(below + 1.0) - lgamma(count - below + 1.0) - count * log(2.0));
-    if (tail + term > STATISTICS_LEVEL / 2) break;
-    tail += term;
-  }
-  if (below > 0) interval = (struct interval){ordered[below - 1], ordered[count - below]};
-  free(ordered);
-  return interval;
-}
 
 /* The smallest p counts `count` times, the next one `count - 1` times, and none less than one before it. */
 void statistics_holm(const double *p, int count, double *adjusted) {

@@ -13,13 +13,11 @@ struct interval {
 double statistics_mean(const double *values, int count);
 double statistics_median(const double *values, int count); /* NaN for none */
 
-/* 95 % interval of the mean by Student's t, for values that are near normal, such as means of launches; half its width, and
- * whole. One value: without bounds. */
-double statistics_t_half_width(const double *values, int count);
+/* Interval of the mean by Student's t, for values that are near normal and independent, such as means or medians of
+ * launches: half its width, of which `level` is the chance to miss the mean, and the whole of the 95 % one. One value:
+ * without bounds. */
+double statistics_t_half_width(const double *values, int count, double level);
 struct interval statistics_mean_interval(const double *values, int count);
-
-/* Interval of the median by the sign test, which holds whatever the distribution: at least 95 % from 6 values on. */
-struct interval statistics_median_interval(const double *values, int count);
 
 /* Two-sided p of "the mean is 0" by Student's t; 1 with fewer than two values. */
 double statistics_mean_p(const double *values, int count);

@@ -85,6 +85,29 @@ static moeflow_status read_lists(struct sweep *sweep) {
   return sweep->job.device_count < 0 ? MOEFLOW_ERROR_ARGUMENT : MOEFLOW_OK;
 }
 
+/* The bucket of each size, which is what a step of so many tokens moves. Sizes ascend: of those that share one the last,
+ * which fills it most, is measured. */
+static moeflow_status place_points(struct sweep *sweep) {
+  const struct model_deploy *deploy = &sweep->model.deploy;
+  int count = 0;
+  for (int i = 0; i < sweep->point_count; i++) {
+    const int tokens = sweep->points[i].tokens, rows = model_rows(deploy->ep, deploy->capacity, tokens);
+    if (tokens > deploy->capacity && !sweep->options->tokens) break; /* the default list goes as far as it may */
+    if (tokens > deploy->capacity)
+      return status_set(MOEFLOW_ERROR_ARGUMENT,
+                        "--tokens %d is more than the capacity of %d tokens a rank; give --capacity %d or fewer tokens",
+                        tokens, deploy->capacity, tokens);
+    if (count && sweep->points[count - 1].rows == rows) {
+      fprintf(stderr, "moeflow-gen sweep: %d and %d tokens a rank are both served as %d rows; %d are measured\n",
+              sweep->points[count - 1].tokens, tokens, rows, tokens);
+      count--;
+    }
+    sweep->points[count++] = (struct sweep_point){.tokens = tokens, .rows = rows};
+  }
+  sweep->point_count = count;
+  return MOEFLOW_OK;
+}
+
 /* The best arch of the model's that runs on the GPU becomes its only one. */
 static moeflow_status choose_arch(struct sweep *sweep) {
   const struct arch *candidates[ARCH_MAX];
@@ -153,15 +176,19 @@ static moeflow_status fill_identity(struct sweep *sweep) {
   return units_experts_digest(&sweep->units, identity->templates);
 }
 
-/* All that a record depends on, so that another sweep may use it: EP too, since it decides how many experts a rank has. */
+/* All that a record depends on but for its rows, so that another sweep may use it: EP too, since it decides how many experts
+ * a rank has, and the sizes that leave a part of their rows empty. */
 static void log_identity(const struct sweep *sweep, char digits[17]) {
   const struct tune_identity *identity = &sweep->tune.identity;
   uint8_t digest[32];
   char text[2048], hex[65];
-  const int length =
-      snprintf(text, sizeof text, "spec %s\ngpu %s\nmultiprocessors %d\narch %s\ntemplates %s\n%s\nep %d\nseed %d\n",
-               identity->spec, identity->gpu, identity->multiprocessors, identity->arch, identity->templates,
-               sweep->toolchain.identity, sweep->model.deploy.ep, SEED);
+  int length = snprintf(text, sizeof text,
+                        "spec %s\ngpu %s\nmultiprocessors %d\ndriver %d\narch %s\ntemplates %s\n%s\nep %d\nseed %d\n",
+                        identity->spec, identity->gpu, identity->multiprocessors, identity->driver, identity->arch,
+                        identity->templates, sweep->toolchain.identity, sweep->model.deploy.ep, SEED);
+  for (int i = 0; i < sweep->point_count; i++)
+    if (sweep->points[i].rows != sweep->model.deploy.ep * sweep->points[i].tokens)
+      length += snprintf(text + length, sizeof text - (size_t)length, "tokens %d\n", sweep->points[i].tokens);
   sha256(text, (size_t)length < sizeof text ? (size_t)length : sizeof text - 1, digest);
   sha256_hex(digest, hex);
   snprintf(digits, 17, "%.16s", hex);
@@ -188,6 +215,7 @@ cleanup:
 
 static void learn(void *user, const struct sweep_record *record) {
   struct sweep *sweep = user;
+  if (record->event == SWEEP_SKIPPED) return; /* there may be memory for it now */
   sweep->known++;
   sweep_learn(&sweep->arms, sweep->points, sweep->point_count, record);
 }
@@ -263,16 +291,22 @@ static const char *const reasons[] = {
     [SWEEP_WINS] = "wins", [SWEEP_KEPT] = "default", [SWEEP_UNDECIDED] = "undecided", [SWEEP_NO_DEFAULT] = "failed"};
 
 static void print_table(const struct sweep *sweep) {
-  printf("%6s %6s %-9s %9s %9s  %-24s  %s\n", "tokens", "rows", "result", "us", "default", "gap % (95 %)", "variant");
+  printf("%6s %6s %8s  %-9s %9s %9s  %-24s  %s\n", "tokens", "rows", "screened", "result", "us", "default",
+         "gap % (95 % for all)", "variant");
   for (int i = 0; i < sweep->point_count; i++) {
     struct sweep_choice choice;
-    char gap[48] = "-";
+    char gap[48] = "-", screened[32];
     sweep_choose(&sweep->arms, &sweep->points[i], &choice);
     if (choice.compared) snprintf(gap, sizeof gap, "%+.2f (%+.2f, %+.2f)", choice.gap, choice.low, choice.high);
-    printf("%6d %6d %-9s %9.1f %9.1f  %-24s  %s", sweep->points[i].tokens, sweep->points[i].rows, reasons[choice.reason],
-           choice.us, choice.default_us, gap, choice.arm >= 0 ? sweep->arms.arms[choice.arm].name : "-");
+    snprintf(screened, sizeof screened, "%d/%d", choice.screened, choice.shortlist);
+    printf("%6d %6d %8s  %-9s %9.1f %9.1f  %-24s  %s", sweep->points[i].tokens, sweep->points[i].rows, screened,
+           reasons[choice.reason], choice.us, choice.default_us, gap,
+           choice.arm >= 0 ? sweep->arms.arms[choice.arm].name : "-");
     printf("%s%s\n", choice.runner_up >= 0 ? ", then " : "",
            choice.runner_up >= 0 ? sweep->arms.arms[choice.runner_up].name : "");
+    if (choice.skipped)
+      printf("%6s %6s of them %d not measured: there was no memory at this size; see %s\n", "", "", choice.skipped,
+             sweep->log.path);
   }
 }
 
@@ -308,6 +342,9 @@ static void print_json(const struct sweep *sweep) {
     json_double(&json, choice.low), json_double(&json, choice.high);
     json_array_end(&json);
     json_key(&json, "failed"), json_int(&json, choice.failed);
+    json_key(&json, "skipped"), json_int(&json, choice.skipped);
+    json_key(&json, "shortlist"), json_int(&json, choice.shortlist);
+    json_key(&json, "screened"), json_int(&json, choice.screened);
     json_object_end(&json);
   }
   json_array_end(&json);
@@ -365,7 +402,13 @@ static moeflow_status make_arms(struct sweep *sweep) {
                                     .packed = sweep->options->packed != 0,
                                     .exhaustive = sweep->options->exhaustive != 0};
   sweep_space_count(&space, &sweep->legal, &sweep->space);
-  return sweep_space_arms(&space, &sweep->arms, sweep->points, sweep->point_count);
+  moeflow_status status = sweep_space_arms(&space, &sweep->arms, sweep->points, sweep->point_count);
+  if (status == MOEFLOW_OK && sweep->arms.left_out)
+    fprintf(stderr,
+            "moeflow-gen sweep: %d of %d legal shapes are left out, the least promising at the smallest size: a sweep holds "
+            "%d arms\n",
+            sweep->arms.left_out, sweep->legal, SWEEP_ARMS_MAX);
+  return status;
 }
 
 static moeflow_status compile_arms(struct sweep *sweep) {
@@ -390,6 +433,7 @@ static moeflow_status measure_arms(struct sweep *sweep) {
                                           .plans = &sweep->plans,
                                           .cache = sweep->store.path,
                                           .ep = sweep->model.deploy.ep,
+                                          .capacity = sweep->model.deploy.capacity,
                                           .tokens_max = sweep->points[sweep->point_count - 1].tokens,
                                           .seed = SEED};
   sweep->job.measure = &sweep->measure;
@@ -409,6 +453,7 @@ static moeflow_status run(struct sweep *sweep) {
   const struct plan_options plan_options = {.packed = options->packed != 0};
   CHECK(read_lists(sweep));
   CHECK(model_load(options->model, &options->overrides, &sweep->model));
+  CHECK(place_points(sweep));
   CHECK(model_buildable(&sweep->model));
   if (!sweep_measuring) FAIL(MOEFLOW_ERROR_INTERNAL, "this program was linked without what measures");
   sweep->measure = *sweep_measuring;

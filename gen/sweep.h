@@ -10,7 +10,7 @@ struct sweep_setting { /* what the measuring is given as `user` */
   const struct sweep_arms *arms;
   const struct sweep_plans *plans;
   const char *cache;
-  int ep;
+  int ep, capacity;
   int tokens_max; /* of all points */
   uint64_t seed;  /* of weights, rows and routings: the same in every sweep */
 };

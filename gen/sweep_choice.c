@@ -23,6 +23,9 @@ void sweep_learn(struct sweep_arms *arms, struct sweep_point *points, int count,
     if (record->event == SWEEP_FAILED) result->failed = 1; /* wrong at one size: not to be trusted at another */
     if (points[i].rows != record->rows) continue;
     switch (record->event) {
+      case SWEEP_SKIPPED:
+        result->skipped = 1;
+        break;
       case SWEEP_SCREENED:
         result->screened = 1;
         result->screen = *record;
@@ -47,7 +50,8 @@ int sweep_incumbent(const struct sweep_point *point) {
 }
 
 static int is_right(const struct sweep_point *point, int arm) {
-  return point->results[arm].screened && !point->results[arm].failed;
+  const struct sweep_result *result = &point->results[arm];
+  return result->screened && !result->failed && !result->skipped;
 }
 
 static double screened_us(const struct sweep_point *point, int arm) {
@@ -93,7 +97,14 @@ static int finalists(const struct sweep_arms *arms, const struct sweep_point *po
 /* ---- What next ---- */
 
 static int is_open(const struct sweep_arms *arms, const struct sweep_point *point, int arm) {
-  return !arms->arms[arm].refused && !point->results[arm].failed && !point->results[arm].screened;
+  const struct sweep_result *result = &point->results[arm];
+  return !arms->arms[arm].refused && !result->failed && !result->skipped && !result->screened;
+}
+
+static int count_open(const struct sweep_arms *arms, const struct sweep_point *point) {
+  int count = 0;
+  for (int i = 0; i < point->order_count; i++) count += is_open(arms, point, point->order[i]);
+  return count;
 }
 
 static int ask(const struct sweep_point *point, enum sweep_task task, int arm, struct sweep_request *request) {
@@ -118,7 +129,7 @@ static int next_final(const struct sweep_arms *arms, const struct sweep_point *p
 int sweep_next(const struct sweep_arms *arms, const struct sweep_point *point, enum sweep_phase phase,
                struct sweep_request *request) {
   const int incumbent = sweep_incumbent(point);
-  if (phase == SWEEP_OVER || incumbent < 0) return 0;
+  if (phase == SWEEP_OVER || incumbent < 0 || point->results[incumbent].skipped) return 0;
   if (!point->results[incumbent].screened) return ask(point, SWEEP_SCREEN, incumbent, request);
   for (int i = 0; phase == SWEEP_OPEN && i < point->order_count; i++)
     if (is_open(arms, point, point->order[i])) return ask(point, SWEEP_SCREEN, point->order[i], request);
@@ -126,10 +137,10 @@ int sweep_next(const struct sweep_arms *arms, const struct sweep_point *point, e
 }
 
 int sweep_left(const struct sweep_arms *arms, const struct sweep_point *point, enum sweep_phase phase) {
-  int found[SWEEP_FINALISTS], left = 0, screens = 0;
+  int found[SWEEP_FINALISTS], left = 0;
   const int incumbent = sweep_incumbent(point), count = finalists(arms, point, found);
-  if (phase == SWEEP_OVER || incumbent < 0) return 0;
-  for (int i = 0; phase == SWEEP_OPEN && i < point->order_count; i++) screens += is_open(arms, point, point->order[i]);
+  const int screens = phase == SWEEP_OPEN ? count_open(arms, point) : 0;
+  if (phase == SWEEP_OVER || incumbent < 0 || point->results[incumbent].skipped) return 0;
   for (int i = 0; i < count; i++)
     left += !point->results[found[i]].skewed + (!is_paired(arms, point, found[i]) && !is_marked(arms, point, found[i]));
   if (screens && count < SWEEP_FINALISTS)
@@ -139,13 +150,15 @@ int sweep_left(const struct sweep_arms *arms, const struct sweep_point *point, e
 
 /* ---- A record of an answer ---- */
 
+/* Up to SWEEP_FINALISTS intervals of a point are looked at, and the best one counts: by Bonferroni all of them hold at once.
+ */
 static void judge_pairs(const struct sweep_answer *answer, struct sweep_record *record) {
-  double differences[SWEEP_PAIRS_MAX], half;
+  double differences[SWEEP_PAIRS_MAX];
   const double arm_us = statistics_mean(answer->arm_us, answer->pairs);
   const double default_us = statistics_mean(answer->against_us, answer->pairs);
   for (int i = 0; i < answer->pairs; i++) differences[i] = 100 * (answer->against_us[i] - answer->arm_us[i]) / default_us;
   const double gap = statistics_mean(differences, answer->pairs);
-  half = statistics_t_half_width(differences, answer->pairs);
+  const double half = statistics_t_half_width(differences, answer->pairs, STATISTICS_LEVEL / SWEEP_FINALISTS);
   record->values[SWEEP_US] = arm_us;
   record->values[SWEEP_DEFAULT_US] = default_us;
   record->values[SWEEP_GAP] = gap;
@@ -160,6 +173,7 @@ void sweep_judge(const struct sweep_arms *arms, const struct sweep_point *point,
   *record = (struct sweep_record){.event = SWEEP_FAILED, .rows = point->rows};
   snprintf(record->arm, sizeof record->arm, "%s", arms->arms[request->arm].name);
   snprintf(record->why, sizeof record->why, "%s", answer->why);
+  if (answer->outcome == SWEEP_SHORT) record->event = SWEEP_SKIPPED;
   if (answer->outcome != SWEEP_DONE) return;
   record->event = events[request->task];
   record->values[SWEEP_REL_L2] = answer->rel_l2;
@@ -188,9 +202,20 @@ static int best_paired(const struct sweep_arms *arms, const struct sweep_point *
   return best;
 }
 
+static int count_skipped(const struct sweep_arms *arms, const struct sweep_point *point) {
+  int count = 0;
+  for (int arm = 0; arm < arms->count; arm++) count += point->results[arm].skipped && !point->results[arm].failed;
+  return count;
+}
+
+/* The default stays only if all others had their chance. An arm of the shortlist that is open may be the better one; and
+ * once none is, the best of them is a finalist, so nothing is left only if it was compared, or none is right. Where memory
+ * was short for all of them, nothing was compared. */
 static int is_decided(const struct sweep_arms *arms, const struct sweep_point *point, int incumbent) {
   struct sweep_request request;
-  return point->results[incumbent].screened && !next_final(arms, point, &request);
+  int found[SWEEP_FINALISTS];
+  if (!is_right(point, incumbent) || count_open(arms, point) || next_final(arms, point, &request)) return 0;
+  return finalists(arms, point, found) || !count_skipped(arms, point);
 }
 
 static void copy_pair(const struct sweep_point *point, int arm, struct sweep_choice *choice) {
@@ -207,6 +232,13 @@ void sweep_choose(const struct sweep_arms *arms, const struct sweep_point *point
   const int incumbent = sweep_incumbent(point);
   *choice = (struct sweep_choice){.reason = SWEEP_NO_DEFAULT, .arm = -1, .runner_up = -1};
   for (int arm = 0; arm < arms->count; arm++) choice->failed += point->results[arm].failed;
+  for (int i = 0; i < point->order_count; i++) {
+    const int arm = point->order[i];
+    if (arms->arms[arm].refused) continue;
+    choice->shortlist++;
+    choice->screened += !is_open(arms, point, arm) && !point->results[arm].skipped;
+  }
+  choice->skipped = count_skipped(arms, point);
   if (incumbent < 0) return;
   const int winner = best_paired(arms, point, 1, -1);
   choice->arm = winner >= 0 ? winner : incumbent;

@@ -11,8 +11,8 @@
 #define SWEEP_POINTS_MAX 12 /* lines of a tune file */
 #define SWEEP_FINALISTS 3
 #define SWEEP_SKEWED_ROUTING (-1.0) /* every token picks the same experts: bench/experts_bench.h's BENCH_SKEW_SAME */
-#define SWEEP_SKEW_SLACK 1.15 /* slower than the best by this factor on the skewed routing: not chosen */
-#define SWEEP_STREAM_GAP 2.0  /* per cent that packed weights must win, since they cost a copy in another order */
+#define SWEEP_SKEW_SLACK 1.15       /* slower than the best by this factor on the skewed routing: not chosen */
+#define SWEEP_STREAM_GAP 2.0        /* per cent that packed weights must win, since they cost a copy in another order */
 #define SWEEP_SCREEN_LAUNCHES 4
 #define SWEEP_PAIRS 30
 
@@ -26,17 +26,18 @@ struct sweep_arm { /* a way to compute the experts */
 struct sweep_arms {
   struct sweep_arm *arms; /* arms[0]: gate_up and down, which any plan has */
   int count;
+  int left_out; /* shapes for which there was no room */
 };
 #define SWEEP_PORTABLE 0
 
 struct sweep_result { /* of an arm at a point */
-  int failed, screened, skewed, paired;
+  int failed, skipped, screened, skewed, paired;
   struct sweep_record screen, skew, pair;
 };
 
 struct sweep_point { /* a bucket: what is to be decided */
   int tokens;        /* a rank */
-  int rows;          /* received: ep * tokens */
+  int rows;          /* received, of a step of so many tokens a rank */
   int standard;      /* arm: the default plan's */
   int *order;        /* other arms to screen, the most promising first */
   int order_count;
@@ -65,7 +66,7 @@ void sweep_judge(const struct sweep_arms *arms, const struct sweep_point *point,
 
 enum sweep_reason {
   SWEEP_WINS,      /* an arm beats the default beyond noise */
-  SWEEP_KEPT,      /* none does */
+  SWEEP_KEPT,      /* none of a whole shortlist does */
   SWEEP_UNDECIDED, /* not all was measured that could decide it: no line in the tune file */
   SWEEP_NO_DEFAULT /* the default fails, and so does the portable form */
 };
@@ -77,7 +78,9 @@ struct sweep_choice {
   double us, default_us;
   double gap, low, high; /* of WINS; KEPT: of the best that was paired, if any (then `compared`) */
   int compared;
-  int failed; /* arms */
+  int failed;              /* arms */
+  int skipped;             /* arms for which there was no memory at this size */
+  int shortlist, screened; /* arms beside the default that have a cubin; those that were checked, wrong ones too */
 };
 void sweep_choose(const struct sweep_arms *arms, const struct sweep_point *point, struct sweep_choice *choice);
 #endif

@@ -30,6 +30,7 @@ static const struct event_row {
     [SWEEP_BEGIN] = {"begin", WHY, 0},
     [SWEEP_REFUSED] = {"refused", ARM | WHY, 0},
     [SWEEP_FAILED] = {"failed", ROWS | ARM | WHY, 0},
+    [SWEEP_SKIPPED] = {"skipped", ROWS | ARM | WHY, 0},
     [SWEEP_SCREENED] = {"screened", ROWS | ARM, V(REL_L2) | V(US)},
     [SWEEP_SKEWED] = {"skewed", ROWS | ARM, V(US)},
     [SWEEP_PAIRED] = {"paired", ROWS | ARM | AGAINST, V(US) | V(DEFAULT_US) | V(GAP) | V(GAP_LOW) | V(GAP_HIGH)},

@@ -14,8 +14,9 @@ enum sweep_event {
   SWEEP_BEGIN,    /* a sweep that reuses nothing: what stands above no longer counts */
   SWEEP_REFUSED,  /* arm, why: not compiled, or spills */
   SWEEP_FAILED,   /* rows, arm, why: wrong, crashed or hung */
+  SWEEP_SKIPPED,  /* rows, arm, why: no memory for it at this size, which says nothing about it elsewhere */
   SWEEP_SCREENED, /* rows, arm: checked, then timed by a few launches */
-  SWEEP_SKEWED,   /* rows, arm: timed on a skewed routing */
+  SWEEP_SKEWED,   /* rows, arm: checked and timed on a skewed routing */
   SWEEP_PAIRED,   /* rows, arm, against: timed in turns with the default */
   SWEEP_EVENTS
 };
@@ -24,7 +25,8 @@ enum sweep_value { /* which of a record's values; the events that carry it are i
                    SWEEP_REL_L2 = 0,
                    SWEEP_US = 1, /* per layer */
                    SWEEP_DEFAULT_US = 2,
-                   SWEEP_GAP = 3, /* per cent of the default's time that the arm saves: mean and interval of 95 % */
+                   SWEEP_GAP = 3, /* per cent of the default's time that the arm saves: mean and interval, 95 % for all
+                                     finalists at once */
                    SWEEP_GAP_LOW = 4,
                    SWEEP_GAP_HIGH = 5
 };

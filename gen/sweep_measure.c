@@ -68,6 +68,7 @@ static moeflow_status open_plan(const struct sweep_setting *setting, int plan) {
                                               .cache = setting->cache,
                                               .device = state.device,
                                               .ep = setting->ep,
+                                              .capacity = setting->capacity,
                                               .tokens_max = setting->tokens_max,
                                               .seed = setting->seed};
   moeflow_status status = experts_bench_open(&config, &state.bench);
@@ -141,7 +142,7 @@ static moeflow_status prepare(void *user, const struct sweep_request *request) {
   const struct sweep_setting *setting = user;
   CHECK(open_plan(setting, plan_for(setting, request->arm)));
   CHECK(draw(request));
-  if (request->task == SWEEP_SCREEN && !state.has_reference) CHECK(make_reference(setting));
+  if (request->task != SWEEP_PAIR && !state.has_reference) CHECK(make_reference(setting));
 cleanup:
   return status;
 }

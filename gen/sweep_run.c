@@ -93,6 +93,8 @@ static void say(struct run *run, const struct sweep_record *record) {
   int used = snprintf(line, sizeof line, "rows %d %s", record->rows, record->arm);
   if (record->event == SWEEP_FAILED) {
     snprintf(line + used, sizeof line - (size_t)used, " failed: %s", record->why);
+  } else if (record->event == SWEEP_SKIPPED) {
+    snprintf(line + used, sizeof line - (size_t)used, " not measured at this size: %s", record->why);
   } else if (record->event == SWEEP_PAIRED) {
     snprintf(line + used, sizeof line - (size_t)used, " %+.2f %% (%.2f to %.2f) against the default's %.1f us",
              record->values[SWEEP_GAP], record->values[SWEEP_GAP_LOW], record->values[SWEEP_GAP_HIGH],
@@ -101,7 +103,8 @@ static void say(struct run *run, const struct sweep_record *record) {
     snprintf(line + used, sizeof line - (size_t)used, " %.1f us%s", record->values[SWEEP_US],
              record->event == SWEEP_SKEWED ? " skewed" : "");
   }
-  if (record->event == SWEEP_FAILED && run->progress.terminal) fprintf(stderr, "\r\033[K%s\n", line);
+  if ((record->event == SWEEP_FAILED || record->event == SWEEP_SKIPPED) && run->progress.terminal)
+    fprintf(stderr, "\r\033[K%s\n", line);
   run->progress.total = run->progress.done + 1 + count_left(run);
   progress_step(&run->progress, line);
 }

@@ -106,29 +106,25 @@ static int is_allowed(const struct sweep_space *space, int32_t kernel, const str
   return standard && standard->order_tag == experts_order_tag(kernel, shape->parts);
 }
 
-/* All shapes that may be arms; malloc'ed. */
-static struct ranked *list_shapes(const struct sweep_space *space, int *count, int *all) {
-  struct ranked *shapes = NULL;
+/* All shapes that may be arms: for the caller to free, also after an error. */
+static moeflow_status list_shapes(const struct sweep_space *space, struct ranked **shapes, int *count) {
   int room = 0;
-  *count = *all = 0;
+  *shapes = NULL;
+  *count = 0;
   for (int32_t kernel = KERNEL_EXPERTS; kernel <= KERNEL_EXPERTS_STREAM; kernel++) {
     struct experts_shape shape = {0};
     while (is_swept(space, kernel) && experts_space_next(kernel, &shape)) {
-      ++*all;
       if (!is_legal(space, kernel, &shape) || is_shallow(space, kernel, &shape) || !is_allowed(space, kernel, &shape))
         continue;
       if (*count == room) {
-        struct ranked *more = realloc(shapes, (size_t)(room = room ? 2 * room : 64) * sizeof *more);
-        if (!more) {
-          free(shapes);
-          return NULL;
-        }
-        shapes = more;
+        struct ranked *more = realloc(*shapes, (size_t)(room = room ? 2 * room : 64) * sizeof *more);
+        if (!more) return status_set(MOEFLOW_ERROR_MEMORY, "no memory for %d shapes", room);
+        *shapes = more;
       }
-      shapes[(*count)++] = (struct ranked){kernel, shape, 0};
+      (*shapes)[(*count)++] = (struct ranked){kernel, shape, 0};
     }
   }
-  return shapes;
+  return MOEFLOW_OK;
 }
 
 void sweep_space_count(const struct sweep_space *space, int *legal, int *all) {
@@ -235,17 +231,24 @@ static void order_by_plan(struct sweep_point *points, int count) {
   for (int i = 0; i < count; i++) qsort(points[i].order, (size_t)points[i].order_count, sizeof(int), by_number);
 }
 
+/* Shapes that are no arms because there are too many. */
+static int left_out(const struct sweep_arms *arms, const struct ranked *shapes, int count) {
+  int missing = 0;
+  for (int i = 0; arms->count == SWEEP_ARMS_MAX && i < count; i++)
+    missing += find_arm(arms, shapes[i].kernel, &shapes[i].shape) < 0;
+  return missing;
+}
+
 moeflow_status sweep_space_arms(const struct sweep_space *space, struct sweep_arms *arms, struct sweep_point *points,
                                 int count) {
   moeflow_status status = MOEFLOW_OK;
-  int shape_count, all;
+  int shape_count;
   struct plan_draft *scratch = malloc(sizeof *scratch);
-  struct ranked *shapes = list_shapes(space, &shape_count, &all);
+  struct ranked *shapes;
   *arms = (struct sweep_arms){.arms = calloc(SWEEP_ARMS_MAX, sizeof *arms->arms)};
-  if (!shapes && all && shape_count) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d shapes", all);
+  CHECK(list_shapes(space, &shapes, &shape_count));
   if (!arms->arms || !scratch) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d arms", SWEEP_ARMS_MAX);
   for (int i = 0; i < count; i++) {
-    points[i].rows = points[i].tokens * space->ep;
     points[i].order = calloc((size_t)shape_count + 2, sizeof *points[i].order);
     points[i].results = calloc(SWEEP_ARMS_MAX, sizeof *points[i].results);
     if (!points[i].order || !points[i].results) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d shapes", shape_count);
@@ -256,6 +259,7 @@ moeflow_status sweep_space_arms(const struct sweep_space *space, struct sweep_ar
     shortlist(space, shapes, shape_count, length, arms, points, count);
   } while (!space->exhaustive && new_arms(space, arms) > sweep_plan_room(space->draft) && --length >= SWEEP_SHORTLIST_MIN);
   if (new_arms(space, arms) > sweep_plan_room(space->draft)) order_by_plan(points, count);
+  arms->left_out = left_out(arms, shapes, space->exhaustive ? shape_count : 0);
   for (int i = 0; i < arms->count; i++) name_arm(space, scratch, &arms->arms[i]);
 cleanup:
   free(shapes);
@@ -269,5 +273,5 @@ void sweep_space_free(struct sweep_arms *arms, struct sweep_point *points, int c
     free(points[i].results);
   }
   free(arms->arms);
-  *arms = (struct sweep_arms){NULL, 0};
+  *arms = (struct sweep_arms){.arms = NULL};
 }

@@ -26,8 +26,8 @@ double sweep_estimate(const struct sweep_space *space, int32_t kernel, const str
 /* Legal shapes and all shapes of the kernels that are swept. */
 void sweep_space_count(const struct sweep_space *space, int *legal, int *all);
 
-/* Fills *arms, what the default plan uses first, and the points' orders; points hold their tokens. The caller frees with
- * sweep_space_free, also after an error. */
+/* Fills *arms, what the default plan uses first, and the points' orders; points hold their tokens and rows. The caller frees
+ * with sweep_space_free, also after an error. */
 moeflow_status sweep_space_arms(const struct sweep_space *space, struct sweep_arms *arms, struct sweep_point *points,
                                 int count);
 void sweep_space_free(struct sweep_arms *arms, struct sweep_point *points, int count);

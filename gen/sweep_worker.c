@@ -17,8 +17,8 @@
 #include "status.h"
 
 /* The lines. Parent: "<task> <tokens> <skew> <arm> <against> <count>". Worker: "ready" when the arm's part begins, then one
- * of "gpu <multiprocessors> <major> <minor> <driver> <name>", "ok <number>...", "bad <why>". After "bad" it exits: what a
- * faulty kernel leaves behind in a CUDA context is not to be measured in. */
+ * of "gpu <multiprocessors> <major> <minor> <driver> <name>", "ok <number>...", "bad <why>", "short <why>" (of memory).
+ * After the last two it exits: what a faulty kernel leaves behind in a CUDA context is not to be measured in. */
 #define LINE_BYTES 8192
 
 static const char *const task_names[] = {"probe", "screen", "skew", "pair"};
@@ -64,6 +64,7 @@ static moeflow_status time_arm(const struct serving *serving, int arm, int launc
   return status;
 }
 
+/* Of a routing that is uniform or skewed. */
 static moeflow_status screen(struct serving *serving, const struct sweep_request *request) {
   moeflow_status status = MOEFLOW_OK;
   double results[2];
@@ -76,16 +77,6 @@ static moeflow_status screen(struct serving *serving, const struct sweep_request
   fputs("\n", serving->replies);
 cleanup:
   return status;
-}
-
-static moeflow_status skew(struct serving *serving, const struct sweep_request *request) {
-  double us;
-  moeflow_status status = time_arm(serving, request->arm, request->count, &us);
-  if (status != MOEFLOW_OK) return status;
-  fputs("ok", serving->replies);
-  put_numbers(serving, &us, 1);
-  fputs("\n", serving->replies);
-  return MOEFLOW_OK;
 }
 
 /* A B, B A, A B, ...: a drift of the clock falls on both alike. */
@@ -120,7 +111,7 @@ static int read_request(char *line, struct sweep_request *request) {
 }
 
 static moeflow_status serve(struct serving *serving, const struct sweep_request *request) {
-  static moeflow_status (*const tasks[])(struct serving *, const struct sweep_request *) = {NULL, screen, skew, pair};
+  static moeflow_status (*const tasks[])(struct serving *, const struct sweep_request *) = {NULL, screen, screen, pair};
   if (request->task == SWEEP_PROBE) return probe(serving);
   moeflow_status status = prepare(serving, request);
   if (status != MOEFLOW_OK) return status;
@@ -154,8 +145,10 @@ __attribute__((noreturn)) static void worker_main(const struct sweep_worker *wor
   while (input && serving.replies && fgets(line, sizeof line, input)) {
     struct sweep_request request;
     if (read_request(line, &request)) _exit(1);
-    if (serve(&serving, &request) != MOEFLOW_OK) {
-      fprintf(serving.replies, "bad %.*s\n", LINE_BYTES / 16, moeflow_last_error());
+    const moeflow_status status = serve(&serving, &request);
+    if (status != MOEFLOW_OK) {
+      fprintf(serving.replies, "%s %.*s\n", status == MOEFLOW_ERROR_MEMORY ? "short" : "bad", LINE_BYTES / 16,
+              moeflow_last_error());
       fflush(serving.replies);
       _exit(0);
     }
@@ -246,9 +239,15 @@ moeflow_status sweep_worker_ask(struct sweep_worker *worker, const struct sweep_
   return MOEFLOW_OK;
 }
 
-static enum sweep_outcome lost(const struct sweep_worker *worker, struct sweep_answer *answer) {
-  answer->outcome = worker->preparing ? SWEEP_BROKEN : SWEEP_BAD;
+/* Whatever became of the worker is no arm's affair before the arm's part began. */
+static enum sweep_outcome lost_as(const struct sweep_worker *worker, enum sweep_outcome outcome,
+                                  struct sweep_answer *answer) {
+  answer->outcome = worker->preparing ? SWEEP_BROKEN : outcome;
   return answer->outcome;
+}
+
+static enum sweep_outcome lost(const struct sweep_worker *worker, struct sweep_answer *answer) {
+  return lost_as(worker, SWEEP_BAD, answer);
 }
 
 static enum sweep_outcome died(struct sweep_worker *worker, struct sweep_answer *answer) {
@@ -318,9 +317,10 @@ static enum sweep_outcome take_line(struct sweep_worker *worker, const char *lin
     worker->deadline = progress_seconds() + worker->patience.measure;
     return SWEEP_WAITING;
   }
-  if (!strncmp(line, "bad ", 4)) {
-    snprintf(answer->why, sizeof answer->why, "%.250s", line + 4);
-    lost(worker, answer);
+  const int is_short = !strncmp(line, "short ", 6);
+  if (is_short || !strncmp(line, "bad ", 4)) {
+    snprintf(answer->why, sizeof answer->why, "%.250s", strchr(line, ' ') + 1);
+    lost_as(worker, is_short ? SWEEP_SHORT : SWEEP_BAD, answer);
     sweep_worker_stop(worker);
     return answer->outcome;
   }

@@ -21,7 +21,7 @@ struct sweep_gpu {
 enum sweep_task {
   SWEEP_PROBE,
   SWEEP_SCREEN, /* check; then, if it is right, time by `count` launches */
-  SWEEP_SKEW,   /* time by `count` launches */
+  SWEEP_SKEW,   /* the same on a skewed routing */
   SWEEP_PAIR    /* `count` pairs in turns (ABBA) with `against`, SWEEP_PAIR_LAUNCHES each */
 };
 #define SWEEP_PAIR_LAUNCHES 3
@@ -51,6 +51,7 @@ struct sweep_measure {
 enum sweep_outcome {
   SWEEP_WAITING, /* no answer yet */
   SWEEP_DONE,
+  SWEEP_SHORT, /* memory ran out, which is not the arm's fault: `why`; the worker is gone */
   SWEEP_BAD,   /* the arm is to blame: `why`; the worker is gone */
   SWEEP_BROKEN /* the worker is gone before it came to the arm: `why` */
 };

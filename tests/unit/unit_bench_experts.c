@@ -20,7 +20,7 @@ static void make_plan(int experts_too) {
 
 static struct experts_bench_config config_of(moeflow_backend backend) {
   return (struct experts_bench_config){
-      .plan = plan_path, .cache = scratch, .ep = 2, .tokens_max = 4, .seed = 1, .backend = backend};
+      .plan = plan_path, .cache = scratch, .ep = 2, .capacity = 4, .tokens_max = 4, .seed = 1, .backend = backend};
 }
 
 /* ---- CPU ---- */
@@ -72,6 +72,24 @@ static void test_uniform(void) {
 
 static void test_same(void) {
   check_arm(BENCH_SKEW_SAME);
+}
+
+/* A step moves no more rows than the capacity, power of two or not. */
+static void test_capacity(void) {
+  struct experts_bench_config config = config_of(MOEFLOW_BACKEND_CPU);
+  struct experts_bench *bench = NULL;
+  double worst;
+  config.capacity = 3;
+  make_plan(0);
+  EXPECT_OK(experts_bench_open(&config, &bench));
+  EXPECT_OK(experts_bench_routing(bench, 3, 0));
+  EXPECT(experts_bench_rows(bench) == 6, "%d rows", experts_bench_rows(bench));
+  struct experts_arm *arm = portable_arm(bench, 1);
+  EXPECT(check(arm, &worst) == 1 && worst == 0, "worst row %g: %s", worst, moeflow_last_error());
+  experts_arm_destroy(arm);
+  EXPECT_OK(experts_bench_routing(bench, 4, 0)); /* a group of a larger capacity */
+  EXPECT(experts_bench_rows(bench) == 8, "%d rows", experts_bench_rows(bench));
+  experts_bench_close(bench);
 }
 
 static void test_counts(void) {
@@ -228,6 +246,23 @@ static void test_fake_failure(void) {
   EXPECT(cuda->live == 0, "%d pieces of the driver are not given back", cuda->live);
 }
 
+static CUresult CUDAAPI no_launch(CUgraphExec graph, CUstream stream) {
+  (void)graph, (void)stream;
+  return CUDA_ERROR_LAUNCH_FAILED;
+}
+
+/* What was not measured is not divided. */
+static void test_fake_lost_launch(void) {
+  struct experts_bench *bench = open_fake(2);
+  struct experts_arm *arm = NULL;
+  double us = 7;
+  EXPECT_OK(experts_bench_arm(bench, BENCH_EXPERTS, 0, 1, &arm));
+  driver.cuGraphLaunch = no_launch;
+  EXPECT(experts_arm_launch(arm, &us) == MOEFLOW_ERROR_CUDA && us == 7, "%g us", us);
+  experts_arm_destroy(arm);
+  experts_bench_close(bench);
+}
+
 /* No experts output on a fake GPU: NaN stays NaN, and that is no reference. */
 static void test_fake_check(void) {
   struct experts_bench *bench = open_fake(2);
@@ -244,6 +279,7 @@ static void test_fake_check(void) {
 int main(void) {
   in_child("uniform", test_uniform);
   in_child("same", test_same);
+  in_child("capacity", test_capacity);
   in_child("counts", test_counts);
   in_child("wrong reference", test_wrong_reference);
   in_child("wrong arm", test_wrong_arm);
@@ -251,6 +287,7 @@ int main(void) {
   in_child("refusals", test_refusals);
   in_child("fake arms", test_fake_arms);
   in_child("fake failure", test_fake_failure);
+  in_child("fake lost launch", test_fake_lost_launch);
   in_child("fake check", test_fake_check);
   TEST_END;
 }

@@ -78,6 +78,20 @@ static void make_point(struct point *point, double portable_us) {
   add_arm(point, "portable", portable_us, 1);
 }
 
+static const char *json_of(const struct point *points, int count) {
+  static char text[65536];
+  static char *argv[] = {"moeflow-bench", "kernels", "models/model.yaml", "--ep", "2"};
+  const struct gpu gpu = {.name = "NVIDIA H200", .major = 9};
+  const struct bench_options options = {.pairs = PAIRS, .launches = LAUNCHES, .seed = 7, .argc = 5, .argv = argv};
+  struct kernels_facts facts = {
+      .spec = &model, .ep = 2, .header = {.kind = "kernels", .gpu = &gpu, .driver = 13000, .nvrtc = 13000}};
+  FILE *file = fmemopen(text, sizeof text, "w");
+  snprintf(facts.dense.why, sizeof facts.dense.why, "no cuBLAS");
+  kernels_write(&options, &facts, points, count, file);
+  fclose(file);
+  return text;
+}
+
 static void test_summary(void) {
   struct point points[2];
   make_point(&points[0], 110);
@@ -99,6 +113,49 @@ static void test_summary(void) {
   for (int i = 0; i < 2; i++) point_free(&points[i]);
 }
 
+/* Launches differ by 1 % each, and every eighth sample takes ten times as long. A launch is one observation, however many
+ * samples it has, and each interval is about its own middle: 102 +- 2.776 * 0.7071 for the medians. */
+static void test_launches(void) {
+  struct point point;
+  make_point(&point, 110);
+  struct arm *arm = &point.arms[0];
+  for (int i = 0; i < LAUNCHES * PAIRS; i++) arm->samples[i] = (100 + i / PAIRS) * (i % PAIRS == 3 ? 10.0 : 1.0);
+  point_summarize(&point, LAUNCHES, PAIRS);
+  EXPECT(fabs(arm->us - 102) < 1e-9, "%g us", arm->us);
+  EXPECT(fabs(arm->median_ci95.low - 100.0368) < 1e-3 && fabs(arm->median_ci95.high - 103.9632) < 1e-3, "[%g, %g]",
+         arm->median_ci95.low, arm->median_ci95.high);
+  char text[4096], *line;
+  double us = 0, low = 0, high = 0;
+  FILE *file = fmemopen(text, sizeof text, "w");
+  kernels_print_point(&point, file);
+  fclose(file);
+  line = strstr(text, "  moeflow ");
+  EXPECT(line && sscanf(line, " moeflow %lf us [%lf, %lf]", &us, &low, &high) == 3 && low <= us && us <= high, "%s", text);
+  const char *json = json_of(&point, 1), *mean = strstr(json, "\"mean_us\": "), *ci95 = strstr(json, "\"ci95\": [");
+  EXPECT(mean && ci95 && sscanf(ci95, "\"ci95\": [%lf, %lf", &low, &high) == 2 && low < atof(mean + 11) &&
+             high > atof(mean + 11),
+         "%.2000s", json);
+  point_free(&point);
+}
+
+/* Two points of a control and one arm that is compared: a family of two, not of four. */
+static void test_family(void) {
+  struct point points[2];
+  for (int i = 0; i < 2; i++) {
+    make_point(&points[i], 95);
+    point_summarize(&points[i], LAUNCHES, PAIRS);
+    points[i].arms[1].p = 0.3 + i * 0.1;
+    points[i].arms[2].p = 0.02 + i * 0.01;
+  }
+  EXPECT(points_judge(points, 2) == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(fabs(points[0].arms[2].p_adjusted - 0.04) < 1e-12 && fabs(points[1].arms[2].p_adjusted - 0.04) < 1e-12, "%g, %g",
+         points[0].arms[2].p_adjusted, points[1].arms[2].p_adjusted);
+  EXPECT(points_slow(points, 2), "both are slower");
+  EXPECT(fabs(points[0].arms[1].p_adjusted - 0.6) < 1e-12 && fabs(points[1].arms[1].p_adjusted - 0.6) < 1e-12, "%g, %g",
+         points[0].arms[1].p_adjusted, points[1].arms[1].p_adjusted);
+  for (int i = 0; i < 2; i++) point_free(&points[i]);
+}
+
 /* One that was wrong half-way has no time and no verdict. */
 static void test_wrong_arm(void) {
   struct point point;
@@ -113,20 +170,6 @@ static void test_wrong_arm(void) {
   point_summarize(&point, LAUNCHES, PAIRS);
   EXPECT(isnan(point.arms[2].us), "%g us", point.arms[2].us);
   point_free(&point);
-}
-
-static const char *json_of(const struct point *points, int count) {
-  static char text[65536];
-  static char *argv[] = {"moeflow-bench", "kernels", "models/model.yaml", "--ep", "2"};
-  const struct gpu gpu = {.name = "NVIDIA H200", .major = 9};
-  const struct bench_options options = {.pairs = PAIRS, .launches = LAUNCHES, .seed = 7, .argc = 5, .argv = argv};
-  struct kernels_facts facts = {
-      .spec = &model, .ep = 2, .header = {.kind = "kernels", .gpu = &gpu, .driver = 13000, .nvrtc = 13000}};
-  FILE *file = fmemopen(text, sizeof text, "w");
-  snprintf(facts.dense.why, sizeof facts.dense.why, "no cuBLAS");
-  kernels_write(&options, &facts, points, count, file);
-  fclose(file);
-  return text;
 }
 
 static void test_json(void) {
@@ -183,6 +226,8 @@ static void test_table(void) {
 int main(void) {
   test_arms();
   test_summary();
+  test_launches();
+  test_family();
   test_wrong_arm();
   test_json();
   test_table();

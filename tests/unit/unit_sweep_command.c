@@ -18,7 +18,10 @@ static const char yaml[] =
 static struct world {
   int opens, checks, missing_plans;
   int interrupt_at; /* a check, after which the parent gets SIGINT */
+  int short_at;     /* a check, for which there is no memory */
   int no_gpu;
+  int newer_driver;
+  uint64_t sizes; /* of the requests: bit t for t tokens */
 } * world;
 
 /* ---- A made-up GPU: likes few parts and narrow tiles ---- */
@@ -26,7 +29,7 @@ static struct world {
 static moeflow_status probe(void *user, int device, struct sweep_gpu *gpu) {
   (void)user, (void)device;
   if (world->no_gpu) return status_set(MOEFLOW_ERROR_ENVIRONMENT, "no CUDA driver");
-  *gpu = (struct sweep_gpu){"NVIDIA Pretend 9000", 132, 9, 0, 13000};
+  *gpu = (struct sweep_gpu){"NVIDIA Pretend 9000", 132, 9, 0, 13000 + world->newer_driver};
   return MOEFLOW_OK;
 }
 
@@ -40,6 +43,7 @@ static moeflow_status open_fake(void *user, int device) {
 static moeflow_status prepare(void *user, const struct sweep_request *request) {
   const struct sweep_setting *setting = user;
   const struct sweep_arm *arm = &setting->arms->arms[request->arm];
+  world->sizes |= (uint64_t)1 << request->tokens;
   static char text[PLAN_TEXT_MAX];
   static struct plan plan;
   FILE *file = fopen(setting->plans->paths[setting->plans->plan_of[request->arm]], "r");
@@ -55,6 +59,7 @@ static moeflow_status check(void *user, int arm, double *rel_l2) {
   (void)user, (void)arm;
   *rel_l2 = 3e-4;
   if (++world->checks == world->interrupt_at) kill(getppid(), SIGINT);
+  if (world->checks == world->short_at) return status_set(MOEFLOW_ERROR_MEMORY, "cuMemAlloc: out of memory");
   return MOEFLOW_OK;
 }
 
@@ -75,11 +80,21 @@ static const struct sweep_measure measure = {NULL, probe, open_fake, prepare, ch
 
 static char model_path[600], cache[600], log_path[600], tuned[700];
 
-static int sweep(const char *tokens, int resume) {
-  const struct gen_options options = {
-      .command = "sweep", .model = model_path, .cache = cache, .tokens = tokens, .resume = resume, .log = log_path};
+static int sweep_within(const char *tokens, int resume, int capacity) {
+  const struct gen_options options = {.command = "sweep",
+                                      .model = model_path,
+                                      .cache = cache,
+                                      .tokens = tokens,
+                                      .resume = resume,
+                                      .log = log_path,
+                                      .overrides.capacity = capacity};
   world->opens = world->checks = world->missing_plans = 0;
+  world->sizes = 0;
   return command_sweep(&options);
+}
+
+static int sweep(const char *tokens, int resume) {
+  return sweep_within(tokens, resume, 0);
 }
 
 static void good(void) {
@@ -101,6 +116,45 @@ static void good(void) {
   EXPECT(tune_read(tuned, &again) == MOEFLOW_OK && !memcmp(tune.lines, again.lines, sizeof tune.lines), "the same choice");
   EXPECT(sweep("8", 0) == 0 && world->opens == 1, "without --resume nothing is reused");
   EXPECT(tune_read(tuned, &again) == MOEFLOW_OK && again.count == 2, "the line of other rows stays: %d", again.count);
+}
+
+/* A bucket is what a step moves: ranks x (tokens rounded up to a power of two, at most the capacity). */
+static void served_rows(void) {
+  struct tune tune;
+  unlink(tuned);
+  EXPECT(sweep("3,4,5", 0) == 0 && tune_read(tuned, &tune) == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(tune.count == 2 && tune.lines[0].rows == 8 && tune.lines[1].rows == 16, "%d lines, %d rows and %d", tune.count,
+         tune.lines[0].rows, tune.lines[1].rows);
+  EXPECT(world->sizes == (1u << 4 | 1u << 5), "3 tokens move as many rows as 4, which are measured once: %llx",
+         (unsigned long long)world->sizes);
+  unlink(tuned);
+  EXPECT(sweep_within("33,40", 0, 40) == 0 && tune_read(tuned, &tune) == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(tune.count == 1 && tune.lines[0].rows == 80, "%d lines, %d rows", tune.count, tune.lines[0].rows);
+  unlink(tuned);
+  EXPECT(sweep_within("33", 0, 16) == EXIT_USAGE && strstr(moeflow_last_error(), "--capacity 33") && !world->opens,
+         "a rank of capacity 16 has no 33 tokens: %s", moeflow_last_error());
+  EXPECT(sweep_within(NULL, 0, 2) == 0 && tune_read(tuned, &tune) == MOEFLOW_OK && tune.count == 2,
+         "without a list those that there are: %d lines", tune.count);
+}
+
+/* A record counts only for what it was measured on and with. */
+static void other_identities(void) {
+  EXPECT(sweep("4", 0) == 0 && sweep("4", 1) == 0 && world->opens == 0, "all is known");
+  world->newer_driver = 10;
+  EXPECT(sweep("4", 1) == 0 && world->opens == 1, "another driver compiles nothing, but may schedule otherwise");
+  world->newer_driver = 0;
+  EXPECT(sweep("4", 1) == 0 && world->opens == 0, "the first driver's records are still there");
+  EXPECT(sweep("3", 1) == 0 && world->opens == 1, "the same rows, of which less is used");
+  EXPECT(sweep("3", 1) == 0 && world->opens == 0, "all is known");
+}
+
+/* What there was no memory for is asked again. */
+static void out_of_memory(void) {
+  world->short_at = 3;
+  EXPECT(sweep("4", 0) == 0 && world->checks > 3 && world->opens == 2, "%d, %d", world->checks, world->opens);
+  world->short_at = 0;
+  EXPECT(sweep("4", 1) == 0 && world->checks >= 1 && world->checks <= 4, "%d", world->checks);
+  EXPECT(sweep("4", 1) == 0 && world->checks == 0, "%d", world->checks);
 }
 
 /* What was chosen is what a build then uses. */
@@ -161,6 +215,9 @@ int main(void) {
   used_by_build();
   interrupted();
   refusals();
+  served_rows();
+  other_identities();
+  out_of_memory();
   scratch_remove();
   TEST_END;
 }

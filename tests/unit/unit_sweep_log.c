@@ -50,6 +50,7 @@ static void round_trip(void) {
       {.event = SWEEP_REFUSED, .arm = "a", .why = "spills 16 bytes # of registers"},
       {.event = SWEEP_FAILED, .rows = 8, .arm = "a", .why = "crashed SIGSEGV"},
       {.event = SWEEP_FAILED, .rows = 8, .arm = "a", .why = ""},
+      {.event = SWEEP_SKIPPED, .rows = 8, .arm = "a", .why = "cuMemAlloc: out of memory"},
       screened(16, 610.125),
       {.event = SWEEP_SKEWED, .rows = 16, .arm = "b", .values = {[SWEEP_US] = 700.5}},
       {.event = SWEEP_PAIRED, .rows = 256, .arm = "b", .against = "a", .values = {0, 97, 100, -0.25, -1e-12, 3.5}},

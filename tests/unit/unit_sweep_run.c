@@ -12,7 +12,9 @@
 #include "progress.h"
 #include "scratch.h"
 #include "status.h"
+#include "sweep.h"
 #include "test.h"
+#include "tune.h"
 
 #define IDENTITY "0123456789abcdef"
 #define POINTS 2
@@ -24,6 +26,7 @@ enum {
   A_LITTLE,
   SLOWER,
   LUCKY,
+  WIDE,
   WRONG,
   NAN_ARM,
   CRASHES,
@@ -35,19 +38,28 @@ enum {
   ARMS
 };
 
-/* Time of a layer on uniform and on skewed routings, and what goes wrong. LUCKY is fast only where routings are uniform. */
+/* Time of a layer on uniform and on skewed routings, and what goes wrong. LUCKY is fast only where routings are uniform,
+ * WIDE right only there. */
 static const struct behaviour {
   const char *name;
   double us, skewed;
   int stream;
 } behaviours[ARMS] = {
-    [PORTABLE] = {"portable", 200, 250, 0}, [STANDARD] = {"standard", 100, 130, 0},
-    [FASTER] = {"faster", 97, 128, 0},      [A_LITTLE] = {"a-little", 99.5, 129, 0},
-    [SLOWER] = {"slower", 120, 140, 0},     [LUCKY] = {"lucky", 90, 160, 0},
-    [WRONG] = {"wrong", 10, 10, 0},         [NAN_ARM] = {"nan", 10, 10, 0},
-    [CRASHES] = {"crashes", 10, 10, 0},     [HANGS] = {"hangs", 10, 10, 0},
-    [ERRS] = {"errs", 10, 10, 0},           [REFUSED] = {"refused", 10, 10, 0},
-    [STREAM] = {"stream", 98.5, 129, 1},    [FAST_STREAM] = {"fast-stream", 95, 125, 1},
+    [PORTABLE] = {"portable", 200, 250, 0},
+    [STANDARD] = {"standard", 100, 130, 0},
+    [FASTER] = {"faster", 97, 128, 0},
+    [A_LITTLE] = {"a-little", 99.5, 129, 0},
+    [SLOWER] = {"slower", 120, 140, 0},
+    [LUCKY] = {"lucky", 90, 160, 0},
+    [WIDE] = {"wide", 90, 110, 0},
+    [WRONG] = {"wrong", 10, 10, 0},
+    [NAN_ARM] = {"nan", 10, 10, 0},
+    [CRASHES] = {"crashes", 10, 10, 0},
+    [HANGS] = {"hangs", 10, 10, 0},
+    [ERRS] = {"errs", 10, 10, 0},
+    [REFUSED] = {"refused", 10, 10, 0},
+    [STREAM] = {"stream", 98.5, 129, 1},
+    [FAST_STREAM] = {"fast-stream", 95, 125, 1},
 };
 
 /* Shared with the workers. */
@@ -58,12 +70,14 @@ struct world {
   int touched_refused, touched_wrong;
   int order[256], ordered; /* arms that were timed, one after another, while `record_order` */
   int record_order;
-  int scale;    /* all times, per cent */
-  int delay_us; /* of each call */
+  int scale;                                   /* all times, per cent */
+  int delay_us;                                /* of each call */
+  int short_tokens, short_arm, short_in_pairs; /* lacks memory at so many tokens; 0: never */
   double noise;
 };
 static struct world *world;
 static double skew; /* in a worker */
+static int tokens, pairs;
 static unsigned seed;
 
 /* ---- The measuring that is no measuring ---- */
@@ -90,6 +104,8 @@ static moeflow_status prepare(void *user, const struct sweep_request *request) {
   (void)user;
   world->prepares++;
   skew = request->skew;
+  tokens = request->tokens;
+  pairs = request->task == SWEEP_PAIR;
   return MOEFLOW_OK;
 }
 
@@ -101,6 +117,11 @@ static void called(void) {
   }
 }
 
+static moeflow_status lend_memory(int arm) {
+  if (tokens != world->short_tokens || arm != world->short_arm || pairs < world->short_in_pairs) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_MEMORY, "cuMemAlloc: out of memory");
+}
+
 static moeflow_status check(void *user, int arm, double *rel_l2) {
   (void)user;
   called();
@@ -109,8 +130,9 @@ static moeflow_status check(void *user, int arm, double *rel_l2) {
   if (arm == REFUSED) world->touched_refused = 1;
   if (arm == CRASHES) raise(SIGSEGV);
   if (arm == ERRS) return status_set(MOEFLOW_ERROR_CUDA, "cuStreamSynchronize: an illegal\nmemory access");
+  if (arm == WIDE && skew != 0) *rel_l2 = 0.25;
   while (arm == HANGS) pause();
-  return MOEFLOW_OK;
+  return lend_memory(arm);
 }
 
 static moeflow_status time_fake(void *user, int arm, int launches, double *us) {
@@ -122,7 +144,7 @@ static moeflow_status time_fake(void *user, int arm, int launches, double *us) {
   seed = seed * 1103515245u + 12345u;
   const double noise = 1 + world->noise * ((double)(seed >> 16 & 1023) / 512 - 1);
   *us = (skew != 0 ? behaviours[arm].skewed : behaviours[arm].us) * noise;
-  return MOEFLOW_OK;
+  return lend_memory(arm);
 }
 
 static const struct sweep_measure measure = {NULL, probe, open_fake, prepare, check, time_fake};
@@ -148,7 +170,7 @@ static void learn(void *user, const struct sweep_record *record) {
 
 static moeflow_status begin(struct scene *scene, const int *order, const char *log, int resume) {
   memset(scene, 0, sizeof *scene);
-  scene->all = (struct sweep_arms){scene->arms, ARMS};
+  scene->all = (struct sweep_arms){.arms = scene->arms, .count = ARMS};
   for (int i = 0; i < ARMS; i++) {
     snprintf(scene->arms[i].name, sizeof scene->arms[i].name, "%s", behaviours[i].name);
     scene->arms[i].kernel = behaviours[i].stream ? KERNEL_EXPERTS_STREAM : i ? KERNEL_EXPERTS : KERNEL_GATE_UP;
@@ -274,6 +296,47 @@ static void choices(void) {
   }
 }
 
+/* Memory that an arm lacks at one size says nothing about it elsewhere. */
+static void out_of_memory(int in_pairs) {
+  struct scene scene;
+  int interrupted;
+  const char *path = scratch_path("memory.log");
+  const int order[] = {SLOWER, FASTER, -1};
+  unlink(path);
+  new_world();
+  world->short_tokens = 4;
+  world->short_arm = FASTER;
+  world->short_in_pairs = in_pairs;
+  EXPECT(begin(&scene, order, path, 0) == MOEFLOW_OK);
+  EXPECT(sweep_run(&scene.job, &interrupted) == MOEFLOW_OK, "%s", moeflow_last_error());
+  sweep_log_close(&scene.log);
+  const struct sweep_choice here = chosen(&scene, 0), there = chosen(&scene, 1);
+  EXPECT(here.reason == SWEEP_KEPT && here.arm == STANDARD && here.failed == 0 && here.skipped == 1, "%d, %d failed",
+         here.reason, here.failed);
+  EXPECT(there.reason == SWEEP_WINS && there.arm == FASTER && there.failed == 0, "%d, %d failed", there.reason,
+         there.failed);
+  EXPECT(count_lines(path, "skipped rows=8 arm=faster why=cuMemAlloc: out of memory #") == 1);
+  EXPECT(count_lines(path, "failed ") == 0 && count_lines(path, "skipped ") == 1);
+  world->short_arm = STANDARD; /* nothing to compare with */
+  EXPECT(begin(&scene, order, path, 0) == MOEFLOW_OK && sweep_run(&scene.job, &interrupted) == MOEFLOW_OK);
+  sweep_log_close(&scene.log);
+  EXPECT(chosen(&scene, 0).reason == SWEEP_UNDECIDED && chosen(&scene, 1).arm == FASTER, "%d", chosen(&scene, 0).reason);
+}
+
+/* Wide tiles run on skewed routings alone. */
+static void wrong_where_skewed(void) {
+  struct scene scene;
+  int interrupted;
+  const char *path = scratch_path("wide.log");
+  const int order[] = {WIDE, FASTER, -1};
+  new_world();
+  EXPECT(begin(&scene, order, path, 0) == MOEFLOW_OK);
+  EXPECT(sweep_run(&scene.job, &interrupted) == MOEFLOW_OK, "%s", moeflow_last_error());
+  sweep_log_close(&scene.log);
+  for (int i = 0; i < POINTS; i++) EXPECT(chosen(&scene, i).arm == FASTER && chosen(&scene, i).failed == 1);
+  EXPECT(count_lines(path, "failed rows=8 arm=wide why=wrong: rel-L2 0.25 ") == 1 && count_lines(path, "failed ") == 1);
+}
+
 /* In turns, so that a drift falls on both alike. */
 static void turns(void) {
   struct scene scene;
@@ -381,6 +444,72 @@ static void time_limit(void) {
   EXPECT(chosen(&nothing, 0).reason == SWEEP_UNDECIDED, "nothing measured, nothing said");
 }
 
+static void tell(struct scene *scene, enum sweep_event event, int arm, double us) {
+  struct sweep_record record = {.event = event, .rows = 8, .values = {4e-4, us}};
+  snprintf(record.arm, sizeof record.arm, "%s", behaviours[arm].name);
+  if (event == SWEEP_PAIRED) {
+    strcpy(record.against, "standard");
+    memcpy(record.values, (double[]){0, us, 100, 100 - us, 99.9 - us, 100.1 - us}, sizeof record.values);
+  }
+  sweep_learn(&scene->all, scene->points, POINTS, &record);
+}
+
+/* The default stays only against a whole shortlist: the time was up, and an older line is worth more than no comparison. */
+static void part_of_a_shortlist(void) {
+  static struct tune old, tune;
+  struct scene scene;
+  const int order[] = {SLOWER, FASTER, REFUSED, -1};
+  old.count = 1;
+  old.lines[0] = (struct tune_line){.rows = 8, .kernel = KERNEL_EXPERTS, .us = 95, .default_us = 100, .gap = 5};
+  EXPECT(begin(&scene, order, scratch_path("part.log"), 0) == MOEFLOW_OK);
+  sweep_log_close(&scene.log);
+  tell(&scene, SWEEP_SCREENED, STANDARD, 100);
+  EXPECT(chosen(&scene, 0).reason == SWEEP_UNDECIDED, "nothing was compared: %d", chosen(&scene, 0).reason);
+  tell(&scene, SWEEP_SKEWED, STANDARD, 130);
+  tell(&scene, SWEEP_SCREENED, SLOWER, 120);
+  tell(&scene, SWEEP_SKEWED, SLOWER, 140);
+  tell(&scene, SWEEP_PAIRED, SLOWER, 120);
+  EXPECT(chosen(&scene, 0).reason == SWEEP_UNDECIDED, "one of two was compared: %d", chosen(&scene, 0).reason);
+  EXPECT(chosen(&scene, 0).screened == 1 && chosen(&scene, 0).shortlist == 2, "%d of %d", chosen(&scene, 0).screened,
+         chosen(&scene, 0).shortlist);
+  EXPECT(sweep_tune_lines(&scene.all, scene.points, 1, &old, &tune) == MOEFLOW_OK && tune.count == 1 &&
+             !memcmp(&tune.lines[0], &old.lines[0], sizeof old.lines[0]),
+         "the older line stays");
+  tell(&scene, SWEEP_SCREENED, FASTER, 97);
+  EXPECT(chosen(&scene, 0).reason == SWEEP_UNDECIDED, "a finalist is left: %d", chosen(&scene, 0).reason);
+  tell(&scene, SWEEP_FAILED, FASTER, 0);
+  EXPECT(chosen(&scene, 0).reason == SWEEP_KEPT, "all that can be compared is: %d", chosen(&scene, 0).reason);
+  EXPECT(
+      sweep_tune_lines(&scene.all, scene.points, 1, &old, &tune) == MOEFLOW_OK && tune.count == 1 && tune.lines[0].gap == 20,
+      "%g", tune.lines[0].gap);
+}
+
+/* Five differences of 0.5 to 4.5 %: 2.5 +- 2.776 * 0.7071 would win alone, 2.5 +- 3.961 * 0.7071 as one of three does not.
+ */
+static void one_of_three(void) {
+  struct scene scene;
+  struct sweep_record record;
+  struct sweep_answer answer = {.outcome = SWEEP_DONE, .pairs = 5};
+  const int order[] = {FASTER, -1};
+  EXPECT(begin(&scene, order, scratch_path("three.log"), 0) == MOEFLOW_OK);
+  sweep_log_close(&scene.log);
+  for (int i = 0; i < 5; i++) {
+    answer.against_us[i] = 100;
+    answer.arm_us[i] = 99.5 - i;
+  }
+  const struct sweep_request request = {.task = SWEEP_PAIR, .arm = FASTER, .against = STANDARD};
+  sweep_judge(&scene.all, &scene.points[0], &request, &answer, &record);
+  EXPECT(fabs(record.values[SWEEP_GAP] - 2.5) < 1e-9 && fabs(record.values[SWEEP_GAP_LOW] - (2.5 - 2.8007)) < 1e-3 &&
+             fabs(record.values[SWEEP_GAP_HIGH] - (2.5 + 2.8007)) < 1e-3,
+         "%g (%g to %g)", record.values[SWEEP_GAP], record.values[SWEEP_GAP_LOW], record.values[SWEEP_GAP_HIGH]);
+  tell(&scene, SWEEP_SCREENED, STANDARD, 100);
+  tell(&scene, SWEEP_SKEWED, STANDARD, 130);
+  tell(&scene, SWEEP_SCREENED, FASTER, 97);
+  tell(&scene, SWEEP_SKEWED, FASTER, 128);
+  sweep_learn(&scene.all, scene.points, POINTS, &record);
+  EXPECT(chosen(&scene, 0).reason == SWEEP_KEPT, "%d", chosen(&scene, 0).reason);
+}
+
 /* One signal lets the measurement end and become a record; a second one does not wait. */
 static void interrupt(int signals, int arm) {
   const char *path = scratch_path("interrupt.log");
@@ -449,10 +578,15 @@ int main(void) {
   if (world == MAP_FAILED) return 1;
   bad_arms();
   choices();
+  out_of_memory(0);
+  out_of_memory(1);
+  wrong_where_skewed();
   turns();
   no_default();
   killed();
   time_limit();
+  part_of_a_shortlist();
+  one_of_three();
   interrupt(1, FASTER);
   interrupt(2, HANGS);
   devices();

@@ -6,6 +6,7 @@
 #include "command.h"
 #include "exit_code.h"
 #include "json.h"
+#include "note.h"
 #include "pool.h"
 #include "progress.h"
 #include "status.h"
@@ -160,16 +161,16 @@ static moeflow_status check_tuned(const struct build *build) {
   for (int a = 0; build->options->tuned_only && a < build->units.arch_count; a++) {
     const struct plan_draft *draft = &build->units.drafts[a];
     int bucket = plan_guessed_bucket(draft, rows);
-    char bound[24] = "more";
+    char bound[24] = "more", line[NOTE_SWEEP_LINE_MAX];
     if (bucket < 0) continue;
     if (draft->plan.buckets[bucket].rows_max)
       snprintf(bound, sizeof bound, "up to %d", draft->plan.buckets[bucket].rows_max);
+    note_sweep_line(build->options, model, line);
     return status_set(MOEFLOW_ERROR_ARGUMENT,
                       "--tuned-only: nothing says what is best for %s received rows on %s (%s), and ep %d x capacity %d "
-                      "rows come; run: moeflow-gen sweep %s --dtype %s --ep %d",
+                      "rows come; run: %s",
                       bound, draft->plan.arch, build->tuned.tune ? build->tuned.tune->path : "no tuned file",
-                      model->deploy.ep, model->deploy.capacity, build->options->model, spec_dtype_name(model->spec.dtype),
-                      model->deploy.ep);
+                      model->deploy.ep, model->deploy.capacity, line);
   }
   return MOEFLOW_OK;
 }
@@ -209,6 +210,8 @@ static moeflow_status run(struct build *build) {
   look_up(build);
   if (build->missing_count && !options->dry_run) CHECK(compile_missing(build));
   CHECK(compare_tuned(build));
+  note_archs(options, &build->model.deploy);
+  note_untuned(options, &build->model, &build->tuned);
   if (options->dry_run) goto cleanup;
   CHECK(write_plans(build));
 cleanup:

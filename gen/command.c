@@ -9,6 +9,7 @@
 #include "exit_code.h"
 #include "option_table.h"
 #include "status.h"
+#include "word.h"
 
 #define JOBS_MAX 256
 
@@ -26,8 +27,8 @@ static const struct option_row option_table[] = {
      .scope = MODEL | SWEEP},
     {"ep", 0, OPTION_INTEGER, AT(overrides.ep), "N", "ranks that share the experts", .scope = MODEL | SWEEP, .minimum = 1,
      .maximum = SPEC_EXPERTS_MAX},
-    {"capacity", 0, OPTION_INTEGER, AT(overrides.capacity), "C", "most tokens a rank brings to a step", .scope = MODEL,
-     .minimum = 1, .maximum = MODEL_CAPACITY_MAX},
+    {"capacity", 0, OPTION_INTEGER, AT(overrides.capacity), "C", "most tokens a rank brings to a step",
+     .scope = MODEL | SWEEP, .minimum = 1, .maximum = MODEL_CAPACITY_MAX},
     {"experts", 0, OPTION_INTEGER, AT(overrides.experts), "N", "a scaled-down model with N experts", .scope = MODEL | SWEEP,
      .minimum = 1, .maximum = SPEC_EXPERTS_MAX},
     {"reduce", 0, OPTION_TEXT, AT(overrides.reduce), "WHERE",
@@ -42,8 +43,8 @@ static const struct option_row option_table[] = {
      .scope = MODEL | SWEEP},
     {"output", 'o', OPTION_TEXT, AT(output), "DIR", "folder to write to", .scope = EMIT},
     {"output", 'o', OPTION_TEXT, AT(output), "FILE", "tuned file; default: in tuned/ beside the model", .scope = SWEEP},
-    {"tokens", 0, OPTION_TEXT, AT(tokens), "LIST", "tokens a rank to tune for; default 1,2,4,8,16,32,64,128",
-     .scope = SWEEP},
+    {"tokens", 0, OPTION_TEXT, AT(tokens), "LIST",
+     "tokens a rank to tune for; default 1,2,4,8,16,32,64,128 up to the capacity", .scope = SWEEP},
     {"device", 0, OPTION_TEXT, AT(device), "LIST", "GPUs that measure, such as 0,1; default 0", .scope = SWEEP},
     {"time-limit", 0, OPTION_INTEGER, AT(time_limit), "SECONDS",
      "begin nothing new after so long; default 240, with --exhaustive none", .scope = SWEEP, .minimum = 1,
@@ -91,6 +92,10 @@ static const struct gen_command *find_command(const char *name) {
   return NULL;
 }
 
+static void hint_command(const char *typed, struct word_guess *guess) {
+  for (int i = 0; i < COMMANDS; i++) word_consider(guess, typed, commands[i].name, commands[i].name, 0);
+}
+
 /* ---- Help ---- */
 
 static void print_command_help(const struct gen_command *command, FILE *file) {
@@ -111,6 +116,25 @@ static void print_help(FILE *file) {
   fputs("\n`moeflow-gen help COMMAND` lists a command's options.\n" EXIT_CODES_TEXT, file);
 }
 
+static void print_environment(void) {
+  int width = 0;
+  for (const struct environment_variable *row = environment_table; row->name; row++)
+    if ((int)strlen(row->name) > width) width = (int)strlen(row->name);
+  for (const struct environment_variable *row = environment_table; row->name; row++)
+    printf("  %-*s %s\n", width, row->name, row->meaning);
+}
+
+static moeflow_status unknown_topic(const char *topic) {
+  struct word_guess guess = {NULL, 0};
+  char hint[WORD_HINT_MAX];
+  hint_command(topic, &guess);
+  word_consider(&guess, topic, "model", "model", 0);
+  word_consider(&guess, topic, "env", "env", 0);
+  word_hint(&guess, hint);
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "no help on '%.64s'%s; topics: model, env, or a command of `moeflow-gen help`",
+                    topic, hint);
+}
+
 int command_help(const struct gen_options *options) {
   const char *topic = options->model;
   const struct gen_command *command = topic ? find_command(topic) : NULL;
@@ -121,13 +145,9 @@ int command_help(const struct gen_options *options) {
   } else if (!strcmp(topic, "model")) {
     model_print_fields(stdout);
   } else if (!strcmp(topic, "env")) {
-    for (const struct environment_variable *row = environment_table; row->name; row++)
-      printf("  %-18s %s\n", row->name, row->meaning);
+    print_environment();
   } else {
-    return command_status(options, status_set(MOEFLOW_ERROR_ARGUMENT,
-                                              "no help on '%.64s'; topics: model, env, or a command "
-                                              "of `moeflow-gen help`",
-                                              topic));
+    return command_status(options, unknown_topic(topic));
   }
   return 0;
 }
@@ -146,8 +166,14 @@ int command_status(const struct gen_options *options, moeflow_status status) {
 
 static moeflow_status parse_operand(const char *text, struct gen_options *options, const struct gen_command **command) {
   if (!*command) {
+    struct word_guess guess = {NULL, 0};
+    char hint[WORD_HINT_MAX];
     *command = find_command(text);
-    if (!*command) return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown command '%.64s'", text);
+    if (!*command) {
+      hint_command(text, &guess);
+      word_hint(&guess, hint);
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown command '%.64s'%s", text, hint);
+    }
     options->command = (*command)->name;
     return MOEFLOW_OK;
   }

@@ -117,7 +117,7 @@ static void look_at_gpu(struct report *report, int ordinal) {
     used += (size_t)snprintf(archs + used, sizeof archs - used, "%s%s", used ? " or " : "", candidates[i]->name);
   }
   add(report, "gpu", count ? FINDING_OK : FINDING_ABSENT,
-      count ? NULL : "this version has no target for it; use the CPU backend",
+      count ? NULL : "this version has no target for it; the CPU backend runs",
       "%d: %s, compute capability %d.%d, %.1f GB%s%s", ordinal, name, major, minor, (double)memory / 1e9,
       count ? ", --arch " : "", archs);
 }

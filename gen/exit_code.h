@@ -11,7 +11,7 @@ enum exit_code {
   EXIT_INTERRUPTED = 130
 };
 
-#define EXIT_CODES_TEXT                                                                                                \
-  "Exit codes: 0 ok, 1 internal, 2 usage, 3 bad input file, 4 check failed, 5 environment (toolchain, driver, GPU),\n" \
+#define EXIT_CODES_TEXT                                                                                                   \
+  "Exit codes: 0 ok, 1 internal, 2 usage, 3 bad file contents, 4 check failed, 5 environment (toolchain, driver, GPU),\n" \
   "6 I/O or cache, 7 timeout or peer lost, 130 interrupted.\n"
 #endif

@@ -7,6 +7,7 @@
 #include "command.h"
 #include "json.h"
 #include "nearest.h"
+#include "note.h"
 #include "number.h"
 #include "status.h"
 #include "tune_find.h"
@@ -59,6 +60,7 @@ static moeflow_status gather(struct explanation *x) {
     snprintf(x->reason, sizeof x->reason, "%s", moeflow_last_error());
   }
   CHECK(bill_make(&x->model, x->planned ? &x->units.drafts[0].plan : NULL, &x->bill));
+  if (x->planned) note_archs(x->options, &x->model.deploy);
 cleanup:
   return status;
 }

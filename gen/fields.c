@@ -7,6 +7,7 @@
 #include "model.h"
 #include "number.h"
 #include "status.h"
+#include "word.h"
 
 #define DEFAULT_ARCH "sm_90a"
 
@@ -140,13 +141,33 @@ static void describe_type(const struct field *field, char *text, size_t size) {
   }
 }
 
+/* Values of config.json that are called otherwise here. */
+static const struct {
+  const char *path, *value, *here;
+} config_values[] = {
+    {"activation", "silu", "swiglu"},
+    {"activation.kind", "silu", "swiglu"},
+    {"weights.dtype", "bfloat16", "bf16"},
+};
+#define CONFIG_VALUES ((int)(sizeof config_values / sizeof config_values[0]))
+
+/* "; config.json's 'silu' is swiglu here", or "". */
+static void config_hint(const struct field *field, const char *value, char hint[96]) {
+  hint[0] = 0;
+  for (int i = 0; i < CONFIG_VALUES; i++) {
+    if (strcmp(config_values[i].path, field->path) || strcmp(config_values[i].value, value)) continue;
+    snprintf(hint, 96, "; config.json's '%s' is %s here", value, config_values[i].here);
+  }
+}
+
 static moeflow_status wrong_value(const struct reader *reader, const struct field *field, const struct document_node *node,
                                   const char *why) {
-  char quoted[DOCUMENT_QUOTE_MAX], type[160];
+  char quoted[DOCUMENT_QUOTE_MAX], type[160], hint[96];
   describe_type(field, type, sizeof type);
+  config_hint(field, node->text, hint);
   if (!*node->text && !node->quoted) return NODE_FAULT(reader, node, "%s has no value; it must be %s", field->path, type);
-  return NODE_FAULT(reader, node, "%s is '%s'%s%s; it must be %s", field->path, document_quote(node->text, quoted),
-                    *why ? ", which " : "", why, type);
+  return NODE_FAULT(reader, node, "%s is '%s'%s%s; it must be %s%s", field->path, document_quote(node->text, quoted),
+                    *why ? ", which " : "", why, type, hint);
 }
 
 static moeflow_status read_integer(const struct reader *reader, const struct field *field, const struct document_node *node,
@@ -273,27 +294,6 @@ static moeflow_status set_arch(struct reader *reader, const struct field *field,
 
 /* ---- The tree against the table ---- */
 
-static int smaller(int a, int b) {
-  return a < b ? a : b;
-}
-
-/* Levenshtein distance of two short words. */
-static int edit_distance(const char *a, const char *b) {
-  int row[64];
-  int width = (int)strnlen(b, 63);
-  for (int j = 0; j <= width; j++) row[j] = j;
-  for (int i = 0; a[i] && i < 63; i++) {
-    int diagonal = row[0];
-    row[0] = i + 1;
-    for (int j = 1; j <= width; j++) {
-      int replaced = diagonal + (a[i] != b[j - 1]);
-      diagonal = row[j];
-      row[j] = smaller(replaced, smaller(row[j], row[j - 1]) + 1);
-    }
-  }
-  return row[width];
-}
-
 /* What published config.json files call these; several names where families differ. */
 static const struct {
   const char *name, *path;
@@ -318,15 +318,13 @@ static const struct {
 
 static moeflow_status unknown_key(const struct reader *reader, const char *prefix, const struct document_node *node) {
   char quoted[DOCUMENT_QUOTE_MAX];
-  const char *nearest = NULL;
-  int best = 1000;
+  struct word_guess guess = {NULL, 0};
   for (int i = 0; i < FIELDS; i++) {
     const char *last = strrchr(fields[i].path, '.');
     last = last ? last + 1 : fields[i].path;
     /* a key of the same map is preferred to one that belongs elsewhere */
     int elsewhere = strncmp(fields[i].path, prefix, strlen(prefix)) || fields[i].path + strlen(prefix) != last;
-    int distance = 2 * edit_distance(node->key, last) + elsewhere;
-    if (distance < best) best = distance, nearest = fields[i].path;
+    word_consider(&guess, node->key, last, fields[i].path, elsewhere);
   }
   document_quote(node->key, quoted);
   for (int i = 0; i < CONFIG_NAMES; i++) {
@@ -335,9 +333,9 @@ static moeflow_status unknown_key(const struct reader *reader, const char *prefi
                           "unknown key '%s%s', a name from config.json; here it is '%s'", prefix, quoted,
                           config_names[i].path);
   }
-  if (best <= 7) {
+  if (guess.best) {
     return document_fault(reader->where, node->key_line, node->key_column, "unknown key '%s%s'; did you mean '%s'?", prefix,
-                          quoted, nearest);
+                          quoted, guess.best);
   }
   return document_fault(reader->where, node->key_line, node->key_column,
                         "unknown key '%s%s'; `moeflow-gen help model` lists them", prefix, quoted);

@@ -44,13 +44,23 @@ static void list_json(const struct store *store, const struct catalog *catalog) 
   json_end(&json);
 }
 
+/* What tells a kernel's variants from each other. */
+static void print_variant(const struct plan_variant *variant) {
+  printf("  %-16s %.16s", kernel_names[variant->kernel], variant->entry);
+  if (variant->tile_tokens) {
+    printf("  tile tokens %d, rows %d, depth %d, stages %d", variant->tile_tokens, variant->tile_rows, variant->tile_depth,
+           variant->stages);
+  }
+  if (variant->kernel == KERNEL_EXPERTS || variant->kernel == KERNEL_EXPERTS_STREAM)
+    printf(", parts %d, residency %d", variant->parts, variant->residency);
+  putchar('\n');
+}
+
 static void list_table(const struct store *store, const struct catalog *catalog) {
   for (int i = 0; i < catalog->plan_names.count; i++) {
     const struct catalog_plan *item = &catalog->plans[i];
     printf("%s%s%s\n", item->file, item->fault[0] ? ": " : "", item->fault);
-    for (int v = 0; v < item->plan.variant_count; v++) {
-      printf("  %-16s %.16s\n", kernel_names[item->plan.variants[v].kernel], item->plan.variants[v].entry);
-    }
+    for (int v = 0; v < item->plan.variant_count; v++) print_variant(&item->plan.variants[v]);
   }
   if (catalog->entry_names.count) printf("%-16s  %-24s %-8s %9s %6s\n", "entry", "symbol", "arch", "cubin B", "plans");
   for (int i = 0; i < catalog->entry_names.count; i++) {

@@ -124,6 +124,12 @@ void model_build_line(const char *path, const struct model_overrides *overrides,
   }
 }
 
+int model_rows(int ep, int capacity, int tokens) {
+  int rows = 1;
+  while (rows < tokens) rows *= 2;
+  return ep * (tokens <= capacity && rows > capacity ? capacity : rows);
+}
+
 moeflow_status model_buildable(const struct model *model) {
   const struct spec *spec = &model->spec;
   if (spec->dtype != SPEC_BF16) {

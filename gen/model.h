@@ -32,7 +32,7 @@ struct model_overrides {
   const char *arch;  /* sm_90a,sm_100a */
   int64_t ep;
   int64_t capacity;
-  int64_t experts; /* a scaled-down E for runs and tests */
+  int64_t experts;    /* a scaled-down E for runs and tests */
   const char *reduce; /* owner | choices */
 };
 
@@ -57,6 +57,10 @@ void model_build_line(const char *path, const struct model_overrides *overrides,
 /* MOEFLOW_ERROR_UNSUPPORTED for a model that can be read and explained but not built by this version (FP8), with what to
  * add. */
 moeflow_status model_buildable(const struct model *model);
+
+/* Received rows of a step of `tokens` tokens a rank, which choose its bucket: ep times a power of two, at most the capacity
+ * (the runtime's layer_rows). A group for more tokens than that has a larger one. */
+int model_rows(int ep, int capacity, int tokens);
 
 /* Parts of the above that the field table shares with the command line: MOEFLOW_ERROR_ARGUMENT, without a position. */
 moeflow_status model_add_arch(struct model_deploy *deploy, const char *name);

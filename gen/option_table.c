@@ -4,6 +4,7 @@
 
 #include "number.h"
 #include "status.h"
+#include "word.h"
 
 #define HELP_COLUMN 30
 
@@ -62,11 +63,28 @@ static const struct option_row *find(const struct option_row *table, unsigned sc
   return NULL;
 }
 
+/* No row has that name: which one of the scope comes near. */
+static moeflow_status unknown(const struct option_row *table, unsigned scope, const char *word) {
+  struct word_guess guess = {NULL, 0};
+  char typed[64], shown[64], hint[WORD_HINT_MAX];
+  const char *name = word + strspn(word, "-");
+  snprintf(typed, sizeof typed, "%.*s", (int)strcspn(name, "="), name);
+  for (const struct option_row *row = table; row->name; row++) {
+    if (in_scope(row, scope)) word_consider(&guess, typed, row->name, row->name, 0);
+  }
+  if (guess.best) {
+    snprintf(shown, sizeof shown, "--%s", guess.best);
+    guess.best = shown;
+  }
+  word_hint(&guess, hint);
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "'%.64s' is an unknown option%s", word, hint);
+}
+
 moeflow_status option_parse(const struct option_row *table, unsigned scope, int argc, char **argv, int *index,
                             void *target) {
   const char *word = argv[*index], *value = NULL;
   const struct option_row *row = find(table, scope, word, &value);
-  if (!row) return status_set(MOEFLOW_ERROR_ARGUMENT, "'%.64s' is an unknown option", word);
+  if (!row) return unknown(table, scope, word);
   if (!row->argument && value) return status_set(MOEFLOW_ERROR_ARGUMENT, "'%.64s' takes no value", word);
   if (row->argument && !value) {
     if (*index + 1 >= argc) return status_set(MOEFLOW_ERROR_ARGUMENT, "'%.64s' needs a value: %s", word, row->argument);

@@ -31,7 +31,7 @@ struct tune_line {
   int32_t kernel;                /* KERNEL_EXPERTS, KERNEL_EXPERTS_STREAM, or KERNEL_GATE_UP: the portable form */
   struct experts_shape shape;    /* of the first two */
   double us, default_us;         /* a layer, winner and default */
-  double gap, gap_low, gap_high; /* per cent of the default's time that the winner saves: mean, interval of 95 % */
+  double gap, gap_low, gap_high; /* per cent of the default's time that the winner saves: mean, interval (docs/sweep.md) */
   char runner_up[TUNE_TEXT_MAX]; /* the next best's unit name, "" = none */
 };
 

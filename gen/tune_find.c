@@ -18,14 +18,14 @@ struct files { /* of the folders that may hold one for this model */
 
 /* ---- Where they are ---- */
 
-static void folder_beside(const char *model_path, char folder[TUNE_PATH_MAX]) {
+void tune_folder_beside(const char *model_path, char folder[TUNE_PATH_MAX]) {
   const char *slash = strrchr(model_path, '/');
   snprintf(folder, TUNE_PATH_MAX, "%.*stuned", slash ? (int)(slash + 1 - model_path) : 0, model_path);
 }
 
 void tune_path_beside(const char *model_path, const struct spec *spec, const char *gpu, char path[TUNE_PATH_MAX]) {
   char name[192];
-  folder_beside(model_path, path);
+  tune_folder_beside(model_path, path);
   tune_file_name(spec->name, spec_dtype_name(spec->dtype), gpu, name);
   size_t used = strlen(path);
   snprintf(path + used, TUNE_PATH_MAX - used, "/%s", name);
@@ -85,7 +85,7 @@ static void list_files(const char *model_path, const struct spec *spec, struct f
   char folder[TUNE_PATH_MAX], prefix[SPEC_NAME_MAX + 32];
   files->count = 0;
   snprintf(prefix, sizeof prefix, "%s.%s.", spec->name, spec_dtype_name(spec->dtype));
-  folder_beside(model_path, folder);
+  tune_folder_beside(model_path, folder);
   list_folder(folder, prefix, files);
   if (folder_installed(folder)) list_folder(folder, prefix, files);
   qsort(files->paths, (size_t)files->count, sizeof files->paths[0], by_path);
@@ -153,6 +153,7 @@ static moeflow_status choose_file(const struct gen_options *options, const struc
     *chosen = i;
     matching++;
   }
+  search->untold = !matching && !refusal[0];
   if (!matching && refusal[0]) fprintf(stderr, "moeflow-gen %s: not used: %s\n", options->command, refusal);
   if (matching > 1) {
     fprintf(stderr, "moeflow-gen %s: %d tuned files for this model and no GPU here: say which with --gpu NAME\n",
@@ -169,6 +170,7 @@ static moeflow_status search_folders(const struct gen_options *options, const st
   int chosen = -1, known;
   if (!files) return status_set(MOEFLOW_ERROR_MEMORY, "no memory to look for tuned files");
   list_files(options->model, &model->spec, files);
+  search->untold = !files->count;
   if (!files->count) goto cleanup;
   if (!search->here.gpu[0]) look_at_gpu(&search->here);
   known = search->here.gpu[0] != 0;

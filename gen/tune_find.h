@@ -9,9 +9,13 @@
 /* "<folder of model_path>/tuned/<model>.<dtype>.<gpu>.tune": where `sweep` writes, and a search begins. */
 void tune_path_beside(const char *model_path, const struct spec *spec, const char *gpu, char path[TUNE_PATH_MAX]);
 
+/* The first of the folders that are searched: "<folder of model_path>/tuned". */
+void tune_folder_beside(const char *model_path, char folder[TUNE_PATH_MAX]);
+
 struct tune_search {
   struct tune *tune;         /* NULL: none was found; tune_search_free */
   struct tune_identity here; /* what is known of this build and its GPU */
+  int untold;                /* a file was looked for and there was none, and no line said so */
 };
 
 /* --tuned, --gpu, the GPU here, or its being the only one choose. What is chosen, or left aside, is a line on stderr. An

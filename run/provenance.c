@@ -2,6 +2,7 @@
 
 #include <ctype.h>
 #include <errno.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -20,15 +21,30 @@ void provenance_machine(const char *gpu, int count, char name[PROVENANCE_MACHINE
   snprintf(name + length, PROVENANCE_MACHINE_MAX - (size_t)length, "x%d", count);
 }
 
+/* A machine's own folders are nobody's business and make no two results alike: a path below the current folder is written
+ * from there, another one by its last name. */
+static const char *short_path(const char *path, const char *here) {
+  const size_t length = strlen(here);
+  const char *slash = strrchr(path, '/');
+  if (path[0] != '/') return path;
+  if (length > 1 && !strncmp(path, here, length) && path[length] == '/' && path[length + 1]) return path + length + 1;
+  return slash[1] ? slash + 1 : path;
+}
+
 void provenance_command(const char *tool, int argc, char **argv, struct json *json) {
   size_t bytes = strlen(tool) + 1;
+  char here[PATH_MAX];
+  if (!getcwd(here, sizeof here)) here[0] = 0;
   for (int i = 1; i < argc; i++) bytes += strlen(argv[i]) + 1;
   char *command = malloc(bytes);
   if (!command) return;
   strcpy(command, tool);
   for (int i = 1; i < argc; i++) {
+    const char *equals = argv[i][0] == '-' ? strchr(argv[i], '=') : NULL; /* --json=/folder/file */
+    const char *value = equals ? equals + 1 : argv[i];
     strcat(command, " ");
-    strcat(command, argv[i]);
+    strncat(command, argv[i], (size_t)(value - argv[i]));
+    strcat(command, short_path(value, here));
   }
   json_key(json, "command");
   json_string(json, command);

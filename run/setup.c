@@ -108,8 +108,9 @@ static moeflow_status choose_backend(struct setup *setup) {
     return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--transport nccl needs a GPU for each rank: %d ranks, 0 GPUs (%s)",
                       setup->ep, setup->gpus.why);
   if (asked == MOEFLOW_BACKEND_CUDA)
-    return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--backend cuda needs a GPU: %s", setup->gpus.why);
-  say(setup, "no GPU: running on the CPU backend (%s)", setup->gpus.why);
+    return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--backend cuda needs a GPU: %s; or run with --backend cpu",
+                      setup->gpus.why);
+  say(setup, "running on the CPU backend: %s", setup->gpus.why);
   setup->backend = MOEFLOW_BACKEND_CPU;
   return MOEFLOW_OK;
 }

@@ -47,7 +47,9 @@ static void cuda_leave(struct moeflow_context *context) {
 static moeflow_status find_device(struct moeflow_context *context, CUdevice *device, int *major, int *minor) {
   moeflow_status status = MOEFLOW_OK;
   int devices = 0;
-  CHECK(driver_load());
+  status = driver_load();
+  if (status == MOEFLOW_ERROR_ENVIRONMENT) FAIL(status, "%s; or open with the CPU backend", moeflow_last_error());
+  CHECK(status);
   CHECK_CUDA(cuDeviceGetCount(&devices));
   if (context->device < 0 || context->device >= devices) {
     FAIL(MOEFLOW_ERROR_ARGUMENT, "device %d does not exist: this process sees %d GPU(s)", context->device, devices);

@@ -42,7 +42,9 @@ void context_leave(struct moeflow_context *context) {
 
 /* Appends the command that builds what is missing to the present message. */
 static moeflow_status say_build(const moeflow_open_config *config, const char *model, const char *dtype, const char *arch) {
-  return status_set(MOEFLOW_ERROR_CACHE, "%s; to build it: moeflow-gen build models/%s.yaml --dtype %s --arch %s%s%s",
+  return status_set(MOEFLOW_ERROR_CACHE,
+                    "%s; to build it, MODEL.yaml being the file with `name: %s`: moeflow-gen build MODEL.yaml --dtype %s "
+                    "--arch %s%s%s",
                     moeflow_last_error(), model, dtype, arch, config->cache ? " --cache " : "",
                     config->cache ? config->cache : "");
 }
@@ -261,7 +263,9 @@ static moeflow_status read_model(struct moeflow_context *context, const moeflow_
     CHECK(context->backend->architectures(context, architectures.names, ARCHITECTURES_MAX, &architectures.count));
   }
   if (config->spec) {
-    CHECK(spec_parse(config->spec, "spec", &context->plan.spec));
+    status = spec_parse(config->spec, "spec", &context->plan.spec);
+    if (status != MOEFLOW_OK) /* a YAML was passed, say */
+      FAIL(status, "%s; spec text is made by: moeflow-gen explain MODEL.yaml --format spec", moeflow_last_error());
     spec_hash(&context->plan.spec, context->plan_hash);
   } else {
     CHECK(open_cache(context, config));

@@ -60,7 +60,7 @@ static moeflow_status load(void) {
   if (!name || !*name) name = "libcuda.so.1";
   void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
-    FAIL(MOEFLOW_ERROR_ENVIRONMENT, "no CUDA driver: %s; install the NVIDIA driver, or use the CPU backend", dlerror());
+    FAIL(MOEFLOW_ERROR_ENVIRONMENT, "no CUDA driver: %s; install the NVIDIA driver", dlerror());
   }
   CHECK(resolve(library, &table));
   CHECK(initialise(&table, name, &table.version));

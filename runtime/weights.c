@@ -92,8 +92,8 @@ static moeflow_status check_packable(const struct moeflow_layer *layer) {
   }
   if (plan_variant(plan, KERNEL_EXPERTS_STREAM, 0)) return MOEFLOW_OK;
   return status_set(MOEFLOW_ERROR_UNSUPPORTED,
-                    "the plan of %s has no kernels for packed weights; to build them: moeflow-gen build models/%s.yaml "
-                    "--dtype %s --arch %s --packed",
+                    "the plan of %s has no kernels for packed weights; to build them, MODEL.yaml being the file with `name: "
+                    "%s`: moeflow-gen build MODEL.yaml --dtype %s --arch %s --packed",
                     plan->spec.name, plan->spec.name, spec_dtype_name(plan->spec.dtype), plan->arch);
 }
 

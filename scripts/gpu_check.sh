@@ -107,8 +107,9 @@ need=1
 under compute-sanitizer memcheck --tool memcheck --error-exitcode 9 "${lite_args[@]}" --experts 8 --ep 1 --transport local --replays 3
 
 sha=$("$bin/moeflow-run" --version | sed -n 's/.*"sha": "\([0-9a-f]*\)".*/\1/p')  # what the tested tools were built from
-quoted() { printf '"%s", ' "$@" | sed 's/, $//'; }
-printf '{"digest": "%s", "git": "%s", "models": [%s], "gpus": [%s],\n "passed": %d, "failed": %d, "skipped": %d}\n' \
-  "$digest" "$sha" "$(quoted "${models[@]}")" "$(quoted "${gpus[@]}")" "$passed" "$failed" "$skipped" >"$out/verified.json"
+quoted() { if [ $# -gt 0 ]; then printf '"%s", ' "$@" | sed 's/, $//'; fi; }
+printf '{"digest": "%s", "git": "%s", "models": [%s], "gpus": [%s],\n "passed": %d, "failed": %d, "skipped": %d, "skipped_names": [%s]}\n' \
+  "$digest" "$sha" "$(quoted "${models[@]}")" "$(quoted "${gpus[@]}")" "$passed" "$failed" "$skipped" \
+  "$(quoted ${skipped_names[@]+"${skipped_names[@]}"})" >"$out/verified.json"
 cat "$out/verified.json"
 finish

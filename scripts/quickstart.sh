@@ -15,8 +15,8 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 built() { "$@" >"$log" 2>&1 || { tail -n 60 "$log"; echo "quickstart: '$*' failed"; exit 1; }; }
 built cmake --preset default
-built cmake --build --preset default -j "$(nproc)" --target moeflow moeflow-gen moeflow-run
-echo "build/bin/moeflow-gen, build/bin/moeflow-run, build/lib/libmoeflow.so"
+built cmake --build --preset default -j "$(nproc)" --target moeflow moeflow-gen moeflow-run moeflow-bench
+echo "build/bin/moeflow-gen, build/bin/moeflow-run, build/bin/moeflow-bench, build/lib/libmoeflow.so"
 
 say "moeflow-gen build $model --dtype bf16"
 build/bin/moeflow-gen build "$model" --dtype bf16

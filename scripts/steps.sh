@@ -8,6 +8,7 @@
 #
 # What a step prints is kept in $logs/NAME.log and shown when it fails. Skipped tests are named with their reason.
 passed=0 failed=0 skipped=0
+skipped_names=()  # of single steps
 logs=$(mktemp -d "${TMPDIR:-/tmp}/moeflow-logs.XXXXXX")
 trap 'rm -rf "$logs"' EXIT
 
@@ -30,7 +31,7 @@ step() {
   logged "$@"
   case $code in
     0) count 1 0 0; echo "   passed in $seconds s" ;;
-    77) count 0 0 1; echo "   skipped: $name: $(tail -n 1 "$logs/$name.log")" ;;
+    77) count 0 0 1; skipped_names+=("$name"); echo "   skipped: $name: $(tail -n 1 "$logs/$name.log")" ;;
     *) count 0 1 0; echo "   FAILED: $name: exit code $code after $seconds s"; show_log "$name" ;;
   esac
 }

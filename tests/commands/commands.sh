@@ -74,6 +74,8 @@ expect 2 "more ranks than experts" "$run" "$model" "${small[@]}" --backend cpu -
 says "more ranks than experts" '--ep.* 9, .* 8 experts'
 expect 0 "run -h" "$run" -h
 expect 2 "a command with control bytes" "$gen" $'bu\x1b[31m\nild'
+expect 2 "a misspelt command" "$gen" biuld "$model"
+says "a misspelt command" "unknown command 'biuld' \(did you mean 'build'\?\); see"
 expect 2 "a topic with control bytes" "$gen" help $'a\nb'
 expect 2 "a list of 60 000 numbers" "$run" "$model" --tokens "$(printf '1/%.0s' {1..30000})x"
 [ "$(wc -c <"$folder/err")" -lt 1000 ] || { echo "the message has $(wc -c <"$folder/err") bytes"; failures=$((failures + 1)); }
@@ -124,16 +126,29 @@ TUNE
 without=(env MOEFLOW_CUDA_LIB=/nonexistent "$gen") with=(env "MOEFLOW_CUDA_LIB=$fake_cuda" "$gen")
 expect 0 "the only tuned file" "${without[@]}" explain "$tuned_yaml" "${plain[@]}"
 says "the only tuned file" "tuned by $tune, the only one for this model, on Fake GPU" '^experts: [0-9]+ of [0-9]+ variants legal; pruned by' \
-  '^up to 16 .* tuned at 16: experts 61.0 us, default 62.2, gap 1.95 % \[1.60, 2.30\], runner-up portable$' \
+  "^up to 16 .* tuned at 16: experts 61.0 us, 1.95 % \\[1.60, 2.30\\] less than the default's 62.2\$" \
   '^up to 1024 .*default \(not tuned\)$' '^more .*no other kernel for this size$'
 expect_json "explain, tuned" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --format json
 says "explain, tuned" '"source": *"tuned"' '"runner_up": *"portable"'
 expect 0 "another GPU is named" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --gpu h200
 grep -q 'tuned' "$folder/err" && { echo "another GPU is named: $(cat "$folder/err")"; failures=$((failures + 1)); }
+expect 0 "a target without experts" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --arch sm_90
+says "a target without experts" 'note: sm_90 has the portable kernels alone; the experts kernel is in --arch sm_90a' \
+  ' the experts kernel is not for sm_90$'
+expect 0 "both targets" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --arch sm_90,sm_90a
+grep -q 'note: sm_90' "$folder/err" && { echo "both targets: $(cat "$folder/err")"; failures=$((failures + 1)); }
 sed 's/^multiprocessors .*/multiprocessors 7/' "$tune" >"$folder/other.tune"
 expect 0 "--tuned none" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --tuned none
 says "--tuned none" '^up to 16 .*default \(not tuned\)$'
 if [ $doctor -eq 0 ]; then
+  expect 0 "no tuned file" "${without[@]}" build "$tuned_yaml" "${plain[@]}" --gpu h999 --dry-run
+  says "no tuned file" "note: no tuned file for deepseek-v2-lite bf16 on h999 in $folder/models/tuned: sm_90a gets default variants" \
+    "to measure: moeflow-gen sweep $tuned_yaml --dtype bf16 --ep 2\$"
+  for quiet in "--gpu h999 --arch sm_80" "--tuned none" "--reduce choices" "--experts 8"; do
+    # shellcheck disable=SC2086
+    expect 0 "nothing to tune" "${without[@]}" build "$tuned_yaml" "${plain[@]}" $quiet --dry-run
+    grep -q 'no tuned file' "$folder/err" && { echo "$quiet: $(cat "$folder/err")"; failures=$((failures + 1)); }
+  done
   expect 0 "--tuned-only" "${with[@]}" build "$tuned_yaml" "${plain[@]}" --tuned-only --dry-run
   says "--tuned-only" "tuned by $tune\$" "warning: $tune was measured with other software \(driver 12080, here .*; templates 000"
   expect 2 "--tuned-only, more rows" "${with[@]}" build "$tuned_yaml" --cache "$folder/cache" --ep 2 --tuned-only --dry-run
@@ -148,6 +163,9 @@ rm -r "$folder/models"
 # A damaged entry: verify names the command that mends it, for a scaled-down model too.
 if [ $doctor -eq 0 ]; then
   expect 0 "build" "$gen" build "$model" "${small[@]}" "${cache[@]}"
+  expect 0 "list" "$gen" list "${cache[@]}"
+  says "list" '^  gate_up +[0-9a-f]{16}  tile tokens 8, rows 64, depth 64, stages 4$' \
+    '^  experts +[0-9a-f]{16}  tile tokens .*, parts [0-9], residency [0-9]$' '^  router +[0-9a-f]{16}$'
   expect 0 "verify" "$gen" verify "${cache[@]}"
   says "verify" ': 1 plan and [0-9]+ entries read, 0 damaged$'
   printf x | dd of="$(find "$folder/cache/entries" -type f | head -1)" bs=1 seek=4000 conv=notrunc status=none

@@ -77,6 +77,8 @@ static void test_open_arguments(void) {
   EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_ARGUMENT, "CPU backend");
   config.backend = MOEFLOW_BACKEND_CPU;
   EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_FORMAT, "spec");
+  config.spec = "moeflow: 1\nname: tiny\n"; /* the YAML itself */
+  EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_FORMAT, "moeflow-gen explain MODEL.yaml --format spec");
 }
 
 /* A caller with a newer header: fine while the fields that this library does not know are zero. */
@@ -306,7 +308,8 @@ static void test_forward_joins(void) {
     EXPECT(moeflow_poll(solo.group, 1000) == MOEFLOW_OK, "told once: %s", moeflow_last_error());           \
     EXPECT(solo.group->lanes[0].record->steps == ++steps, "%u steps", solo.group->lanes[0].record->steps); \
   } while (0)
-  JOINS(args.tokens = 5, "tokens is 5");
+  JOINS(args.tokens = 5, "tokens is 5, more than tokens_max 4 (0 means the group's capacity, 4); bring fewer");
+  JOINS(args.tokens = 4; args.tokens_max = 2, "tokens is 4, more than tokens_max 2 (0 means the group's capacity, 4)");
   JOINS(args.tokens = -1, "tokens is -1");
   JOINS(args.hidden = NULL, "hidden is NULL");
   JOINS(args.hidden = hidden + 1, "hidden is at");

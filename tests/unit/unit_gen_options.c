@@ -65,7 +65,13 @@ static void test_bad(void) {
                {"list --ep 4", "'--ep'"},
                {"frobnicate m.yaml", "'frobnicate'"},
                {"frob\x1b[31m\nnicate", "'frob?[31m?nicate'; see"},
-               {"sweeps m.yaml", "'sweeps'"},
+               {"sweeps m.yaml", "'sweeps' (did you mean 'sweep'?); see `moeflow-gen help`"},
+               {"biuld m.yaml", "'biuld' (did you mean 'build'?)"},
+               {"build m.yaml --dytpe bf16", "'--dytpe' is an unknown option (did you mean '--dtype'?); see"},
+               {"build m.yaml --dytpe=bf16", "'--dytpe=bf16' is an unknown option (did you mean '--dtype'?); see"},
+               {"sweep m.yaml --token 8", "(did you mean '--tokens'?)"},
+               {"build m.yaml -dtype bf16", "'-dtype' is an unknown option (did you mean '--dtype'?)"},
+               {"build m.yaml --token 8", "'--token' is an unknown option; see"}, /* another command's */
                {"explain m.yaml --tuned-only", "'--tuned-only' is an unknown option"},
                {"emit m.yaml --gpu h200", "'--gpu' is an unknown option"},
                {"build m.yaml --tuned=", "--tuned is empty"},
@@ -106,6 +112,18 @@ static void test_help(void) {
   EXPECT(strstr(printed, "build MODEL.yaml") && strstr(printed, "sweep MODEL.yaml"), "%s", printed);
 }
 
+static void test_topics(void) {
+  static const struct {
+    const char *line, *says;
+  } cases[] = {{"help buidl", "no help on 'buidl' (did you mean 'build'?); topics: model, env"},
+               {"help modle", "(did you mean 'model'?)"},
+               {"help tuned", "no help on 'tuned'; topics"}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    EXPECT(parse(cases[i].line, 2) && command->run(&options) == 2, "%s", cases[i].line);
+    EXPECT(strstr(moeflow_last_error(), cases[i].says), "%s: %s", cases[i].line, moeflow_last_error());
+  }
+}
+
 static void test_environment(void) {
   char *text = NULL;
   size_t size;
@@ -124,6 +142,7 @@ int main(void) {
   test_good();
   test_bad();
   test_help();
+  test_topics();
   test_environment();
   TEST_END;
 }

@@ -170,6 +170,10 @@ static void test_bad_numbers(void) {
       {"experts: 64\ntop_k: 6", "experts: 4\ntop_k: 6", 6, 8, "6, more than the 4 experts"},
       {"experts: 64", "experts: 4097", 5, 10, "1 to 4096"},
       {"moeflow: 1", "moeflow: 2", 1, 10, "must be 1"},
+      {"activation: swiglu", "activation: silu", 7, 13, "config.json's 'silu' is swiglu here"},
+      {"activation: swiglu", "activation: {kind: silu}", 7, 20, "config.json's 'silu' is swiglu here"},
+      {"dtype: bf16", "dtype: bfloat16", 9, 18, "config.json's 'bfloat16' is bf16 here"},
+      {"activation: swiglu", "activation: gelu", 7, 13, "must be swiglu | swiglu_clamp"},
   };
   EXPECT_ALL(cases);
 }
@@ -189,6 +193,7 @@ static void test_bad_keys(void) {
       {"", "\"a\\0b\": 1\n", 11, 1, "NUL"},
       {"", "\"a\\x1b[0m\": 1\n", 11, 1, "a?[0m"},
       {"renormalize", "renormalise", 8, 26, "did you mean 'router.renormalize'"},
+      {"renormalize", "norm", 8, 26, "did you mean 'router.renormalize'"},
       {"renormalize: true", "score: sigmoid", 8, 26, "second time"},
       {"dtype: bf16", "dtype: bf16, limit: 3", 9, 24, "unknown key 'weights.limit'"},
       {"hidden: 4096\n", "", 1, 1, "'hidden' is missing"},
@@ -313,6 +318,18 @@ static size_t repeat(const char *first, const char *unit, size_t bytes) {
 }
 
 /* libyaml alone takes seconds for deep nesting: its time grows with the square. */
+/* What the runtime's layer_rows says of a group of that capacity, times its ranks. */
+static void test_rows(void) {
+  static const struct {
+    int ep, capacity, tokens, rows;
+  } cases[] = {{2, 128, 1, 2},   {2, 128, 3, 8},   {2, 128, 4, 8},     {3, 128, 5, 24},
+               {2, 96, 80, 192}, {2, 96, 64, 128}, {2, 128, 128, 256}, {2, 96, 100, 256}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const int rows = model_rows(cases[i].ep, cases[i].capacity, cases[i].tokens);
+    EXPECT(rows == cases[i].rows, "case %zu: %d rows", i, rows);
+  }
+}
+
 static void test_limits(void) {
   static const struct {
     const char *first, *unit;
@@ -503,6 +520,7 @@ int main(void) {
   test_bad_keys();
   test_bad_values();
   test_bad_yaml();
+  test_rows();
   test_limits();
   test_entries();
   test_overrides();

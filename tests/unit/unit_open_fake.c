@@ -59,7 +59,7 @@ static void test_missing(void) {
   moeflow_open_config config = fake_open_config();
   char want[1200];
   fake_load("fake_nccl");
-  snprintf(want, sizeof want, "moeflow-gen build models/tiny.yaml --dtype bf16 --arch sm_90a --cache %s", scratch);
+  snprintf(want, sizeof want, "`name: tiny`: moeflow-gen build MODEL.yaml --dtype bf16 --arch sm_90a --cache %s", scratch);
   EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_CACHE, want);
   fake_plan(&spec, "sm_100a", &plan); /* for another GPU */
   EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_CACHE, want);
@@ -109,10 +109,10 @@ static void test_damaged(void) {
   fseek(file, -1, SEEK_END);
   fputc('X', file);
   fclose(file);
-  EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_CACHE, "moeflow-gen build models/tiny.yaml");
+  EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_CACHE, "`name: tiny`: moeflow-gen build MODEL.yaml");
   EXPECT(strstr(moeflow_last_error(), "kernel gate_up"), "%s", moeflow_last_error());
   unlink(path);
-  EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_CACHE, "moeflow-gen build models/tiny.yaml");
+  EXPECT_STATUS(moeflow_open(&config, &context), MOEFLOW_ERROR_CACHE, "`name: tiny`: moeflow-gen build MODEL.yaml");
   EXPECT(cuda->live == 0);
 }
 

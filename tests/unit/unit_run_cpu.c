@@ -142,7 +142,7 @@ static void test_refused(void) {
 /* No GPU is no error: one line says so. Under a launcher the CPU's ranks all live in its first process. */
 static void test_fallback(void) {
   EXPECT(run("MOEFLOW_CUDA_LIB=/nonexistent/libcuda.so", "") == 0, "%s", errors);
-  EXPECT(count(errors, "no GPU: running on the CPU backend") == 1, "%s", errors);
+  EXPECT(count(errors, "running on the CPU backend: no CUDA driver") == 1, "%s", errors);
   EXPECT(strstr(output, "2 rank(s)") && strstr(output, "backend cpu") && strstr(output, "not a benchmark"), "%s", output);
   EXPECT(run("RANK=1 WORLD_SIZE=3", "--backend cpu") == 0 && !output[0], "%s", output);
   EXPECT(run("RANK=0 WORLD_SIZE=3", "--backend cpu --check") == 0 && strstr(output, "3 rank(s)"), "%s", output);
@@ -158,6 +158,10 @@ static void test_output_file(void) {
   EXPECT(strstr(text, "\"machine\": \"desk\"") && strstr(text, "\"kind\": \"run\"") &&
              strstr(text, "\"command\": \"moeflow-run "),
          "%s", text);
+  const char *command = strstr(text, "\"command\": ");
+  snprintf(line, sizeof line, "%s --backend cpu --check --machine desk --output %s.json\"", strrchr(model, '/') + 1,
+           strrchr(model, '/') + 1); /* without this machine's folders */
+  EXPECT(command && strstr(command, line), "%s: %s", line, text);
   EXPECT(strstr(text, "\"sha\": \"") && strstr(text, "\"dirty\": ") && strstr(text, "\"yaml_sha256\": \""), "%s", text);
   EXPECT(strstr(output, "rel_l2_max"), "the table still goes to stdout");
   remove(path);

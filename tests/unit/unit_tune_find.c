@@ -7,6 +7,7 @@
 
 static struct model model;
 static char model_path[1024];
+static int untold; /* of the last search */
 
 /* A file of this spec but for what the arguments say. */
 static const char *put(const char *file, const char *gpu, const char *arch, int other_spec) {
@@ -35,6 +36,7 @@ static const char *found(struct gen_options options) {
     snprintf(name, sizeof name, "%s", moeflow_last_error());
     return name;
   }
+  untold = search.untold;
   const char *path = search.tune ? search.tune->path : "";
   snprintf(name, sizeof name, "%s", strrchr(path, '/') ? strrchr(path, '/') + 1 : path);
   tune_search_free(&search);
@@ -45,6 +47,7 @@ static const char *found(struct gen_options options) {
     const char *got = found((struct gen_options){__VA_ARGS__});                \
     EXPECT(strcmp(got, expected) == 0, "'%s' instead of '%s'", got, expected); \
   } while (0)
+#define UNTOLD(expected) EXPECT(untold == (expected), "line %d: a note is %s due", __LINE__, untold ? "" : "not")
 
 static const char yaml[] =
     "moeflow: 1\nname: tiny\nhidden: 128\nintermediate: 128\nexperts: 4\ntop_k: 2\nactivation: swiglu\n"
@@ -52,25 +55,32 @@ static const char yaml[] =
 
 static void one_after_the_other(void) {
   FOUND("", 0); /* no folder */
+  UNTOLD(1);
   EXPECT(mkdir(scratch_path("tuned"), 0700) == 0);
   FOUND("", 0);
   put("tuned/tiny.bf16.h200.tune", "NVIDIA H200", "sm_90a", 0);
   put("tuned/tiny-2.bf16.h200.tune", "NVIDIA H200", "sm_90a", 0); /* of another model, by its name */
   FOUND("tiny.bf16.h200.tune", 0);                                /* the only one, the second arch of the model */
   FOUND("tiny.bf16.h200.tune", .gpu = "h200");
+  UNTOLD(0);
   FOUND("tiny.bf16.h200.tune", .gpu = "NVIDIA H200");
   FOUND("", .gpu = "h100");
+  UNTOLD(1);
   FOUND("", .tuned = "none");
+  UNTOLD(0);
   FOUND("", .overrides = {.experts = 4}); /* a model of another size has none, even where it is the same */
+  UNTOLD(0);
   put("tuned/tiny.bf16.l4.tune", "NVIDIA L4", "sm_89", 0);
   FOUND("tiny.bf16.h200.tune", 0); /* the only one of an arch that is built */
   put("tuned/tiny.bf16.a100.tune", "NVIDIA A100", "sm_80", 0);
   FOUND("", 0); /* two */
+  UNTOLD(0);
   FOUND("tiny.bf16.a100.tune", .gpu = "a100");
   FOUND("", .gpu = "l4"); /* no sm_89 here */
   put("tuned/tiny.bf16.a100.tune", "NVIDIA A100", "sm_80", 1);
   FOUND("tiny.bf16.h200.tune", 0);
   FOUND("", .gpu = "a100");
+  UNTOLD(0);
 }
 
 static void named(void) {

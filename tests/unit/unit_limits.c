@@ -60,8 +60,8 @@ static void test_blocks(void) { /* 2^28 entries are 2^25 tiles of 8 and a few mo
   EXPECT(strstr(moeflow_last_error(), "2147483904 blocks"), "%s", moeflow_last_error());
 }
 
-/* 2^25 entries are 2^22 tiles and 4, each of 128 units of gate_up and 8 parts of 64 units of down; 2^20 rows have 2^16 x 64 sums
- * at most. */
+/* 2^25 entries are 2^22 tiles and 4, each of 128 units of gate_up and 8 parts of 64 units of down; 2^20 rows have 2^16 x 64
+ * sums at most. */
 static void test_tickets(void) {
   for (int packed = 0; packed < 2; packed++) {
     set_shape(8, 32);

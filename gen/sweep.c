@@ -145,6 +145,10 @@ static moeflow_status check_kernels(const struct sweep *sweep) {
 static moeflow_status choose_output(struct sweep *sweep) {
   const char *given = sweep->options->output;
   char folder[TUNE_PATH_MAX];
+  if (!given && sweep->options->overrides.experts)
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "with --experts say where the choices go, with --output: they are not the whole "
+                      "model's, whose file has the default name");
   if (given) {
     snprintf(sweep->output, sizeof sweep->output, "%s", given);
   } else {
@@ -194,21 +198,25 @@ static void log_identity(const struct sweep *sweep, char digits[17]) {
   snprintf(digits, 17, "%.16s", hex);
 }
 
+/* Old lines of another toolchain do not stand beside new ones. */
+static void drop_old(struct sweep *sweep) {
+  char differences[TUNE_DIFFERENCES_MAX];
+  if (!sweep->old.count || !tune_differs(&sweep->old, &sweep->tune.identity, differences)) return;
+  fprintf(stderr, "moeflow-gen sweep: %s will be replaced as a whole: %s\n", sweep->output, differences);
+  sweep->old.count = 0;
+}
+
 /* Lines for rows that this sweep does not measure stay, if they were measured with the same toolchain. A file that cannot be
  * read, or is of another model or GPU, is told before anything is measured. */
 static moeflow_status read_old(struct sweep *sweep) {
   moeflow_status status = MOEFLOW_OK;
-  char differences[TUNE_DIFFERENCES_MAX];
   sweep->old.count = 0;
   if (access(sweep->output, F_OK)) return MOEFLOW_OK;
   CHECK(tune_read(sweep->output, &sweep->old));
   if (tune_match(&sweep->old, &sweep->tune.identity, sweep->options->model) != MOEFLOW_OK)
     FAIL(MOEFLOW_ERROR_ARGUMENT, "%s is of another model, spec or GPU: give another with --output, or remove it",
          sweep->output);
-  if (tune_differs(&sweep->old, &sweep->tune.identity, differences)) {
-    fprintf(stderr, "moeflow-gen sweep: %s will be replaced as a whole: %s\n", sweep->output, differences);
-    sweep->old.count = 0;
-  }
+  drop_old(sweep);
 cleanup:
   return status;
 }
@@ -224,6 +232,8 @@ static moeflow_status open_log(struct sweep *sweep) {
   char path[TUNE_PATH_MAX], digits[17];
   log_identity(sweep, digits);
   snprintf(path, sizeof path, "%.*s.log", (int)sizeof path - 8, sweep->output);
+  if (sweep->options->log && !strcmp(sweep->options->log, sweep->output))
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "--log and --output are both %s: give two files", sweep->output);
   moeflow_status status = sweep_log_open(sweep->options->log ? sweep->options->log : path, digits,
                                          sweep->options->resume != 0, learn, sweep, &sweep->log);
   if (status == MOEFLOW_OK && sweep->log.passed_over)
@@ -245,7 +255,7 @@ static void fill_line(const struct sweep_arms *arms, const struct sweep_point *p
                              .gap = choice->gap,
                              .gap_low = choice->low,
                              .gap_high = choice->high};
-  if (choice->reason == SWEEP_KEPT) { /* what the default saves: the other way round */
+  if (choice->reason == SWEEP_KEPT && choice->compared) { /* what the default saves: the other way round */
     line->gap = -choice->gap;
     line->gap_low = -choice->high;
     line->gap_high = -choice->low;
@@ -366,22 +376,39 @@ static void say_resume(const struct sweep *sweep, const char *why) {
   fprintf(stderr, "moeflow-gen sweep: %s; the same command with --resume goes on from %s\n", why, sweep->log.path);
 }
 
+/* After the result has been shown, which a full disk must not hide. */
+static moeflow_status write_tune(const struct sweep *sweep) {
+  const int text = sweep->options->format != FORMAT_JSON;
+  if (!sweep->tune.count) {
+    if (text) printf("nothing was decided, not written: %s\n", sweep->output);
+    return MOEFLOW_OK;
+  }
+  const moeflow_status status = tune_write(&sweep->tune, sweep->output);
+  if (status != MOEFLOW_OK) {
+    say_resume(sweep, "the choices were not written");
+  } else if (text) {
+    printf("wrote %s\n", sweep->output);
+  }
+  return status;
+}
+
 static moeflow_status write_result(struct sweep *sweep) {
   moeflow_status status = MOEFLOW_OK;
   const int undecided = count_reason(sweep, SWEEP_UNDECIDED), failed = count_reason(sweep, SWEEP_NO_DEFAULT);
   char why[64];
-  CHECK(sweep_tune_lines(&sweep->arms, sweep->points, sweep->point_count, &sweep->old, &sweep->tune));
   sweep->tune.identity.nvrtc = sweep->plans.nvrtc;
-  if (sweep->tune.count) CHECK(tune_write(&sweep->tune, sweep->output));
+  drop_old(sweep); /* once more: NVRTC is known only now */
+  CHECK(sweep_tune_lines(&sweep->arms, sweep->points, sweep->point_count, &sweep->old, &sweep->tune));
   if (sweep->options->format == FORMAT_JSON) {
     print_json(sweep);
   } else {
     print_table(sweep);
-    printf("%s %s on %s: %d arms of %d legal shapes, compiled in %.1f s, %.1f s in all; %s %s\n", sweep->model.spec.name,
+    printf("%s %s on %s: %d arms of %d legal shapes, compiled in %.1f s, %.1f s in all\n", sweep->model.spec.name,
            spec_dtype_name(sweep->model.spec.dtype), sweep->gpu.name, sweep->arms.count, sweep->legal, sweep->plans.seconds,
-           progress_seconds() - sweep->start,
-           sweep->tune.count ? "wrote" : "nothing was decided, not written:", sweep->output);
+           progress_seconds() - sweep->start);
+    fflush(stdout);
   }
+  CHECK(write_tune(sweep));
   snprintf(why, sizeof why, "%d of %d sizes are undecided", undecided, sweep->point_count);
   if (undecided) say_resume(sweep, why);
   if (failed)

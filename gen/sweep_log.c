@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,6 +14,7 @@
 #include "number.h"
 #include "sha256.h"
 #include "status.h"
+#include "sweep_worker.h"
 
 #define IDENTITY_DIGITS 16
 #define CHECKSUM_DIGITS 8
@@ -88,14 +90,23 @@ static int take_number(const char **text, const char *name, double *value) {
   return *end ? -1 : 0;
 }
 
+/* A figure that no measurement gives. */
+static int is_odd(int value, double number) {
+  if (!isfinite(number)) return 1;
+  if (value == SWEEP_REL_L2) return number < 0 || number > SWEEP_REL_L2_MAX;
+  return (value == SWEEP_US || value == SWEEP_DEFAULT_US) && number <= 0;
+}
+
 static int read_fields(const struct event_row *row, const char *text, struct sweep_record *record) {
   double rows = 0;
-  if ((row->fields & ROWS) && (take_number(&text, "rows", &rows) || !(rows >= 1 && rows < 1e9))) return -1;
+  if ((row->fields & ROWS) && (take_number(&text, "rows", &rows) || !(rows >= 1 && rows < 1e9) || rows != floor(rows)))
+    return -1;
   record->rows = (int)rows;
   if ((row->fields & ARM) && !take(&text, "arm", 0, record->arm, sizeof record->arm)) return -1;
   if ((row->fields & AGAINST) && !take(&text, "against", 0, record->against, sizeof record->against)) return -1;
   for (int i = 0; i < SWEEP_VALUES_MAX; i++)
-    if ((row->values >> i & 1) && take_number(&text, value_names[i], &record->values[i])) return -1;
+    if ((row->values >> i & 1) && (take_number(&text, value_names[i], &record->values[i]) || is_odd(i, record->values[i])))
+      return -1;
   if ((row->fields & WHY) && !take(&text, "why", 1, record->why, sizeof record->why)) return -1;
   return *text ? -1 : 0;
 }
@@ -150,6 +161,7 @@ static int for_each(struct sweep_log *log, const char *text, int skip, sweep_tak
       words = unwrap(line, identity);
     }
     at += length + (at[length] == '\n');
+    log->has_lines |= words != NULL;
     if (!words || sweep_record_read(words, &record)) {
       log->passed_over += length > 0;
     } else if (!strcmp(identity, log->identity)) {
@@ -183,6 +195,12 @@ static moeflow_status read_text(struct sweep_log *log, char **text) {
   return MOEFLOW_OK;
 }
 
+/* What a sweep leaves that was killed in its first line. */
+static int is_torn_line(const char *text) {
+  const size_t digits = strspn(text, "0123456789abcdef");
+  return !strchr(text, '\n') && (!text[digits] || digits == IDENTITY_DIGITS);
+}
+
 moeflow_status sweep_log_open(const char *path, const char *identity, int resume, sweep_take take_record, void *user,
                               struct sweep_log *log) {
   moeflow_status status = MOEFLOW_OK;
@@ -193,11 +211,17 @@ moeflow_status sweep_log_open(const char *path, const char *identity, int resume
     FAIL(MOEFLOW_ERROR_ARGUMENT, "the log's path is too long: %.64s...", path);
   log->fd = open(path, O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
   if (log->fd < 0) FAIL(MOEFLOW_ERROR_CACHE, "cannot open the log %s: %s", path, strerror(errno));
-  if (flock(log->fd, LOCK_EX | LOCK_NB))
-    FAIL(MOEFLOW_ERROR_CACHE, "another sweep is writing the log %s: wait for it, or give another with --log", path);
+  const int refused = flock(log->fd, LOCK_EX | LOCK_NB) ? errno : 0;
+  if (refused && refused != EWOULDBLOCK) FAIL(MOEFLOW_ERROR_CACHE, "cannot lock the log %s: %s", path, strerror(refused));
+  if (refused)
+    FAIL(MOEFLOW_ERROR_CACHE, "another sweep is writing the log %s: wait for it, or give others with --log and --output",
+         path);
   CHECK(read_text(log, &text));
+  const int last_begin = for_each(log, text, 0, NULL, NULL);
+  if (*text && !log->has_lines && !is_torn_line(text))
+    FAIL(MOEFLOW_ERROR_ARGUMENT, "%s is not a sweep's log: give another with --log, or remove it", path);
   if (resume) {
-    for_each(log, text, for_each(log, text, 0, NULL, NULL), take_record, user);
+    for_each(log, text, last_begin, take_record, user);
   } else {
     CHECK(sweep_log_append(log, &(struct sweep_record){.event = SWEEP_BEGIN}));
   }

@@ -45,6 +45,7 @@ struct sweep_log {
   char path[4096];
   char identity[17]; /* of the records written: 16 hex digits */
   int torn;          /* the last line has no end yet */
+  int has_lines;     /* of any sweep */
   int passed_over;   /* lines that were torn or of an unknown form */
 };
 

@@ -21,15 +21,18 @@
 #define UNIT_OVERHEAD 0.3  /* microseconds of a unit that its loads do not hide */
 #define LAUNCH 4.0
 
-/* Expected number of experts of a rank with more than `rows` received rows, divided by the experts of the rank: each of n
- * rows picks an expert with probability p. */
-static double more_than(int n, double p, int rows) {
-  double term = exp(n * log1p(-p)), sum = 0;
-  for (int i = 0; i <= rows && i <= n; i++) {
+/* What an expert can expect, when each of n rows picks it with probability p: to be picked at all, and its tiles. */
+static void expect_tiles(int n, double p, int tile_tokens, double *picked, double *tiles) {
+  double term = exp(n * log1p(-p)), sum = 0; /* the probability of `rows` rows; together */
+  *picked = 1 - term;
+  *tiles = n * p / tile_tokens + 0.5;
+  if (term < 1e-300) return; /* so many that the last tile alone is not full */
+  *tiles = 0;
+  for (int rows = 0; rows <= n && sum < 1 - 1e-12; rows++) {
+    *tiles += term * ((rows + tile_tokens - 1) / tile_tokens);
     sum += term;
-    term *= (double)(n - i) / (i + 1) * p / (1 - p);
+    term *= (double)(n - rows) / (rows + 1) * p / (1 - p);
   }
-  return sum < 1 ? 1 - sum : 0;
 }
 
 /* Cycles in which a multiprocessor's tensor cores take 64 weight rows of 16 columns: the operands out of shared memory, or
@@ -44,9 +47,11 @@ double sweep_estimate(const struct sweep_space *space, int32_t kernel, const str
   const int n = tokens * space->ep;
   const double local = ceil((double)spec->experts / space->ep);
   const double p = spec->top_k < spec->experts ? (double)spec->top_k / spec->experts : 1 - 1e-9;
-  const double active = local * more_than(n, p, 0), entries = local * n * p;
-  double tiles = 0;
-  for (int rows = 0; rows < n; rows += shape->tile_tokens) tiles += local * more_than(n, p, rows);
+  const double entries = local * n * p;
+  double active, tiles;
+  expect_tiles(n, p, shape->tile_tokens, &active, &tiles);
+  active *= local;
+  tiles *= local;
 
   const double blocks = (double)space->multiprocessors * shape->residency;
   const double in_flight = (double)experts_bytes_in_flight(kernel, shape) / shape->residency;
@@ -201,7 +206,8 @@ static void shortlist(const struct sweep_space *space, struct ranked *shapes, in
       const int arm = add_arm(arms, shapes[s].kernel, &shapes[s].shape);
       if (arm >= 0 && arm != point->standard) point->order[point->order_count++] = arm;
     }
-    if (point->standard != SWEEP_PORTABLE) point->order[point->order_count++] = SWEEP_PORTABLE;
+    if (point->standard != SWEEP_PORTABLE && !space->spec->batch_invariant) /* which adds in another order */
+      point->order[point->order_count++] = SWEEP_PORTABLE;
   }
 }
 

@@ -187,6 +187,24 @@ static void interrupted(void) {
   EXPECT(sweep("4,8", 0) == 0 && world->checks == left + 5, "five are not measured again: %d, %d", world->checks, left);
 }
 
+/* What another sweep or program owns. */
+static void other_files(void) {
+  struct tune tune;
+  struct gen_options options = {.command = "sweep", .model = model_path, .cache = cache, .tokens = "4", .log = model_path};
+  EXPECT(command_sweep(&options) == EXIT_USAGE, "a model's YAML is no log");
+  options.output = options.log = tuned;
+  EXPECT(command_sweep(&options) == EXIT_USAGE, "one file for both");
+  options.output = NULL;
+  options.log = log_path;
+  options.overrides.experts = 8;
+  EXPECT(command_sweep(&options) == EXIT_USAGE, "a scaled-down model's choices in the model's own file");
+  EXPECT(tune_read(tuned, &tune) == MOEFLOW_OK, "the tuned file is what it was: %s", moeflow_last_error());
+  tune.identity.nvrtc -= 10;
+  tune.lines[0].us = 11.11;
+  EXPECT(tune_write(&tune, tuned) == MOEFLOW_OK && sweep("8", 0) == 0 && tune_read(tuned, &tune) == MOEFLOW_OK);
+  for (int i = 0; i < tune.count; i++) EXPECT(tune.lines[i].us != 11.11, "a line of another NVRTC got this one's name");
+}
+
 static void refusals(void) {
   struct tune tune;
   EXPECT(sweep("4,x", 0) == EXIT_USAGE && sweep("8,4", 0) == EXIT_USAGE && sweep("", 0) == EXIT_USAGE);
@@ -214,6 +232,7 @@ int main(void) {
   good();
   used_by_build();
   interrupted();
+  other_files();
   refusals();
   served_rows();
   other_identities();

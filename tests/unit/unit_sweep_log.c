@@ -140,6 +140,42 @@ static void two_writers(void) {
   EXPECT(sweep_log_open(scratch, US, 0, NULL, NULL, &first) == MOEFLOW_ERROR_CACHE, "a folder");
 }
 
+/* What somebody else wrote is left alone, but for what a killed sweep leaves in its first line. */
+static void foreign_files(void) {
+  static const struct {
+    const char *text;
+    int taken;
+  } cases[] = {{"moeflow: 1\nname: model\n", 0},
+               {"one line without an end", 0},
+               {"", 1},
+               {"0123456789", 1},
+               {US " beg", 1},
+               {US "0 beg", 0}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const char *path = scratch_path("foreign");
+    struct sweep_log log;
+    struct seen seen = {0};
+    scratch_write(path, cases[i].text, strlen(cases[i].text), 0600);
+    EXPECT((sweep_log_open(path, US, 0, take, &seen, &log) == MOEFLOW_OK) == cases[i].taken, "case %zu", i);
+    sweep_log_close(&log);
+  }
+}
+
+/* Figures that no measurement gives do not reach a choice. */
+static void odd_figures(void) {
+  static const char *const texts[] = {"rows=2.5 arm=a rel_l2=0 us=1",    "rows=2 arm=a rel_l2=5 us=1",
+                                      "rows=2 arm=a rel_l2=0 us=nan",    "rows=2 arm=a rel_l2=0 us=inf",
+                                      "rows=2 arm=a rel_l2=0 us=-5",     "rows=2 arm=a rel_l2=nan us=1",
+                                      "rows=2 arm=a rel_l2=-0.1 us=1.5", "rows=2 arm=a rel_l2=0 us=0"};
+  struct sweep_record record;
+  char line[128];
+  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+    snprintf(line, sizeof line, "screened %s", texts[i]);
+    EXPECT(sweep_record_read(line, &record), "%s", line);
+  }
+  EXPECT(!sweep_record_read("screened rows=2 arm=a rel_l2=0 us=1", &record));
+}
+
 static void full_disk(void) {
   struct sweep_log log = {.identity = US, .path = "/dev/full", .fd = open("/dev/full", O_WRONLY)};
   struct sweep_record record = screened(8, 1);
@@ -154,6 +190,8 @@ int main(void) {
   identities();
   torn();
   two_writers();
+  foreign_files();
+  odd_figures();
   full_disk();
   scratch_remove();
   TEST_END;

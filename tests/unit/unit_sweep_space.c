@@ -34,6 +34,31 @@ static void shortlists(void) {
   sweep_space_free(&arms, points, 2);
 }
 
+/* gate_up + down add in another order than the default, which `batch_invariant` would not let win. */
+static void one_order(void) {
+  struct spec spec = spec_of();
+  spec.batch_invariant = 1;
+  const struct sweep_space space = space_of(&spec);
+  struct sweep_arms arms;
+  struct sweep_point point = {.tokens = 4, .rows = 8};
+  EXPECT(sweep_space_arms(&space, &arms, &point, 1) == MOEFLOW_OK, "%s", moeflow_last_error());
+  for (int i = 0; i < point.order_count; i++) EXPECT(point.order[i] != SWEEP_PORTABLE, "place %d", i);
+  sweep_space_free(&arms, &point, 1);
+}
+
+/* The estimate of very many rows takes no time, and passes on smoothly from that of fewer. */
+static void many_rows(void) {
+  const struct spec spec = spec_of();
+  const struct sweep_space space = space_of(&spec);
+  const struct experts_shape shape = {64, 128, 128, 5, 1, 1};
+  double last = 0;
+  for (int tokens = 1; tokens <= 1 << 30; tokens *= 2) {
+    const double us = sweep_estimate(&space, KERNEL_EXPERTS, &shape, tokens / 2 + 1);
+    EXPECT(us >= last && (last == 0 || us < 2.6 * last), "%d tokens: %g us after %g", tokens, us, last);
+    last = us;
+  }
+}
+
 /* With shared memory for every ring there are more legal shapes than arms. */
 static void too_many(void) {
   const struct spec spec = spec_of();
@@ -55,6 +80,8 @@ static void too_many(void) {
 
 int main(void) {
   shortlists();
+  one_order();
+  many_rows();
   too_many();
   TEST_END;
 }

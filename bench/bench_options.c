@@ -9,12 +9,13 @@
 #include "routing.h"
 #include "spec.h"
 #include "status.h"
+#include "word.h"
 
 #define TOKENS_MAX (1 << 16)
 #define MEBIBYTES_MAX (1 << 17)
 #define PAIRS_MAX 10000
 
-enum { LIMITS = 1, KERNELS = 2 };
+enum { LIMITS = 1, KERNELS = 2, HELP = 4 };
 
 /* ---- Lists ---- */
 
@@ -148,9 +149,12 @@ static const struct option_row table[] = {
     {"version", 0, OPTION_FLAG, AT(version), NULL, .help = "version and build"},
     {.name = NULL}};
 
+static int command_help(const struct bench_options *options);
+
 static const struct bench_command commands[] = {
     {"limits", NULL, "measure what this GPU can do: read its memory, multiply dense matrices", LIMITS, command_limits},
     {"kernels", "MODEL.yaml", "time one rank's experts as they are served, against those limits", KERNELS, command_kernels},
+    {"help", "[COMMAND]", "explain a command", HELP, command_help},
 };
 #define COMMANDS (int)(sizeof commands / sizeof *commands)
 
@@ -164,14 +168,15 @@ static void print_help(const struct bench_command *command, FILE *file) {
   } else {
     fputs(
         "usage: moeflow-bench COMMAND [MODEL.yaml] [options]\n\n"
-        "Measures MoEFlow's kernels on one GPU, side by side with what limits them; docs/measuring.md says how.\n\n",
+        "Measures MoEFlow's kernels on one GPU, side by side with what limits them; docs/measuring.md in the\n"
+        "source tree says how.\n\n",
         file);
     for (int i = 0; i < COMMANDS; i++) {
       char left[32];
       snprintf(left, sizeof left, "%s %s", commands[i].name, commands[i].operand ? commands[i].operand : "");
       fprintf(file, "  %-20s %s\n", left, commands[i].summary);
     }
-    fputs("\n`moeflow-bench COMMAND --help` lists a command's options.\n", file);
+    fputs("\n`moeflow-bench help COMMAND` lists a command's options.\n", file);
   }
   fputs("\n" EXIT_CODES_TEXT, file);
 }
@@ -183,13 +188,36 @@ static void print_version(void) {
 
 /* ---- Parsing ---- */
 
+static const struct bench_command *find_command(const char *name) {
+  for (int i = 0; i < COMMANDS; i++)
+    if (!strcmp(commands[i].name, name)) return &commands[i];
+  return NULL;
+}
+
+static moeflow_status unknown_command(const char *name) {
+  struct word_guess guess = {NULL, 0};
+  char hint[WORD_HINT_MAX];
+  for (int i = 0; i < COMMANDS; i++) word_consider(&guess, name, commands[i].name, commands[i].name, 0);
+  word_hint(&guess, hint);
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown command '%.64s'%s", name, hint);
+}
+
+static int command_help(const struct bench_options *options) {
+  const struct bench_command *command = options->model ? find_command(options->model) : NULL;
+  if (options->model && !command) {
+    unknown_command(options->model);
+    fprintf(stderr, "moeflow-bench: %s; see moeflow-bench --help\n", moeflow_last_error());
+    return EXIT_USAGE;
+  }
+  print_help(command, stdout);
+  return 0;
+}
+
 static moeflow_status take_operand(const char *text, struct bench_options *options) {
   const struct bench_command *command = options->command;
   if (!command) {
-    for (int i = 0; i < COMMANDS; i++)
-      if (!strcmp(commands[i].name, text)) options->command = &commands[i];
-    if (options->command) return MOEFLOW_OK;
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "unknown command '%.64s'", text);
+    options->command = find_command(text);
+    return options->command ? MOEFLOW_OK : unknown_command(text);
   }
   if (!command->operand || options->model)
     return status_set(MOEFLOW_ERROR_ARGUMENT, "'%.64s' is one argument too many", text);
@@ -205,7 +233,7 @@ static moeflow_status parse(int argc, char **argv, struct bench_options *options
   }
   if (options->help || options->version) goto cleanup;
   if (!options->command) FAIL(MOEFLOW_ERROR_ARGUMENT, "which command? limits or kernels");
-  if (options->command->operand && !options->model)
+  if (options->command->operand && options->command->operand[0] != '[' && !options->model)
     FAIL(MOEFLOW_ERROR_ARGUMENT, "which model? Give the path of a %s", options->command->operand);
 
 cleanup:

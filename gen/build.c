@@ -165,6 +165,10 @@ static moeflow_status check_tuned(const struct build *build) {
     if (bucket < 0) continue;
     if (draft->plan.buckets[bucket].rows_max)
       snprintf(bound, sizeof bound, "up to %d", draft->plan.buckets[bucket].rows_max);
+    if (model->spec.reduce == SPEC_REDUCE_CHOICES)
+      return status_set(MOEFLOW_ERROR_ARGUMENT,
+                        "--tuned-only: a sweep times the owner's sums, which `reduce: choices` has not: "
+                        "build without --tuned-only");
     note_sweep_line(build->options, model, line);
     return status_set(MOEFLOW_ERROR_ARGUMENT,
                       "--tuned-only: nothing says what is best for %s received rows on %s (%s), and ep %d x capacity %d "

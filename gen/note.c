@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "experts_space.h"
+#include "sweep.h"
 
 static int has_arch(const struct model_deploy *deploy, const struct arch *arch) {
   for (int i = 0; i < deploy->arch_count; i++) {
@@ -24,8 +25,12 @@ void note_archs(const struct gen_options *options, const struct model_deploy *de
 }
 
 void note_sweep_line(const struct gen_options *options, const struct model *model, char line[NOTE_SWEEP_LINE_MAX]) {
-  snprintf(line, NOTE_SWEEP_LINE_MAX, "moeflow-gen sweep %s --dtype %s --ep %d%s", options->model,
-           spec_dtype_name(model->spec.dtype), model->deploy.ep, options->packed ? " --packed" : "");
+  char tokens[64] = "", capacity[32] = "";
+  if (model->deploy.capacity > SWEEP_TOKENS_LAST)
+    snprintf(tokens, sizeof tokens, " --tokens " SWEEP_TOKENS_DEFAULT ",%d", model->deploy.capacity);
+  if (options->overrides.capacity) snprintf(capacity, sizeof capacity, " --capacity %d", model->deploy.capacity);
+  snprintf(line, NOTE_SWEEP_LINE_MAX, "moeflow-gen sweep %s --dtype %s --ep %d%s%s%s", options->model,
+           spec_dtype_name(model->spec.dtype), model->deploy.ep, options->packed ? " --packed" : "", capacity, tokens);
 }
 
 /* The first target on which `sweep` finds several variants; NULL: there is nothing to measure. */

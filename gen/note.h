@@ -4,7 +4,7 @@
 
 #include "tune_find.h"
 
-#define NOTE_SWEEP_LINE_MAX (TUNE_PATH_MAX + 128)
+#define NOTE_SWEEP_LINE_MAX (TUNE_PATH_MAX + 192)
 
 /* For each target without the experts kernel whose GPUs another target would serve with it. */
 void note_archs(const struct gen_options *options, const struct model_deploy *deploy);

@@ -219,6 +219,7 @@ static const struct tune_line *tune_line_for(const struct tune *tune, int32_t ro
 /* Why a line cannot be used in this plan, NULL when it can. */
 static const char *unusable(const struct builder *builder, const struct tune_line *line) {
   if (line->kernel == KERNEL_EXPERTS_STREAM && !builder->options->packed) return "packed weights won: build --packed";
+  if (is_experts(line->kernel) && !builder->served[line->kernel]) return "the winner is no kernel of this arch";
   if (one_order(&builder->draft->plan.spec) && (!is_experts(line->kernel) || line->shape.parts != 1)) {
     return "the winner adds in another order: batch_invariant, reduce: choices";
   }

@@ -37,7 +37,7 @@ struct pool {
   int count;
   int next; /* the first task not handed out */
   int finished;
-  struct sigaction old_interrupt, old_terminate, old_pipe;
+  struct sigaction old_interrupt, old_terminate, old_hangup, old_pipe;
   sigset_t old_mask;
 };
 
@@ -86,6 +86,7 @@ static void worker_signals(const struct pool *pool) {
   struct sigaction standard = {.sa_handler = SIG_DFL};
   sigaction(SIGINT, &standard, NULL);
   sigaction(SIGTERM, &standard, NULL);
+  sigaction(SIGHUP, &standard, NULL);
   sigaction(SIGPIPE, &standard, NULL);
   sigprocmask(SIG_SETMASK, &pool->old_mask, NULL);
 }
@@ -257,9 +258,11 @@ static void signals_begin(struct pool *pool) {
   sigemptyset(&blocked);
   sigaddset(&blocked, SIGINT);
   sigaddset(&blocked, SIGTERM);
+  sigaddset(&blocked, SIGHUP);
   sigprocmask(SIG_BLOCK, &blocked, &pool->old_mask);
   sigaction(SIGINT, &note, &pool->old_interrupt);
   sigaction(SIGTERM, &note, &pool->old_terminate);
+  sigaction(SIGHUP, &note, &pool->old_hangup);
   sigaction(SIGPIPE, &ignore, &pool->old_pipe);
 }
 
@@ -267,6 +270,7 @@ static void signals_end(struct pool *pool) {
   sigprocmask(SIG_SETMASK, &pool->old_mask, NULL); /* a pending one is noted now */
   sigaction(SIGINT, &pool->old_interrupt, NULL);
   sigaction(SIGTERM, &pool->old_terminate, NULL);
+  sigaction(SIGHUP, &pool->old_hangup, NULL);
   sigaction(SIGPIPE, &pool->old_pipe, NULL);
 }
 

@@ -20,7 +20,6 @@
 #include "tune_find.h"
 
 #define SECONDS_DEFAULT 240
-#define TOKENS_DEFAULT "1,2,4,8,16,32,64,128"
 #define TOKENS_LIMIT 65536
 #define PREPARE_SECONDS 180 /* weights of 7 GB and their reference on the CPU; a slow disk's first read of the cubins */
 #define MEASURE_SECONDS 30
@@ -76,8 +75,8 @@ int sweep_read_list(const char *option, const char *text, int64_t least, int64_t
 static moeflow_status read_lists(struct sweep *sweep) {
   const struct gen_options *options = sweep->options;
   int tokens[SWEEP_POINTS_MAX];
-  sweep->point_count = sweep_read_list("tokens", options->tokens ? options->tokens : TOKENS_DEFAULT, 1, TOKENS_LIMIT, tokens,
-                                       SWEEP_POINTS_MAX);
+  sweep->point_count = sweep_read_list("tokens", options->tokens ? options->tokens : SWEEP_TOKENS_DEFAULT, 1, TOKENS_LIMIT,
+                                       tokens, SWEEP_POINTS_MAX);
   if (sweep->point_count < 0) return MOEFLOW_ERROR_ARGUMENT;
   for (int i = 0; i < sweep->point_count; i++) sweep->points[i].tokens = tokens[i];
   sweep->job.device_count =

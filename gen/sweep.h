@@ -6,6 +6,9 @@
 
 #include "sweep_compile.h"
 
+#define SWEEP_TOKENS_DEFAULT "1,2,4,8,16,32,64,128"
+#define SWEEP_TOKENS_LAST 128
+
 struct sweep_setting { /* what the measuring is given as `user` */
   const struct sweep_arms *arms;
   const struct sweep_plans *plans;

@@ -210,15 +210,17 @@ cleanup:
 moeflow_status sweep_run(const struct sweep_job *job, int *interrupted) {
   moeflow_status status = MOEFLOW_OK;
   struct run run = {.job = job};
-  struct sigaction note = {.sa_handler = note_signal}, ignore = {.sa_handler = SIG_IGN}, old[3];
+  struct sigaction note = {.sa_handler = note_signal}, ignore = {.sa_handler = SIG_IGN}, old[4];
   sigset_t blocked, open_mask;
   stop_signals = 0;
   sigemptyset(&blocked);
   sigaddset(&blocked, SIGINT);
   sigaddset(&blocked, SIGTERM);
+  sigaddset(&blocked, SIGHUP);
   sigprocmask(SIG_BLOCK, &blocked, &open_mask);
   sigaction(SIGINT, &note, &old[0]);
   sigaction(SIGTERM, &note, &old[1]);
+  sigaction(SIGHUP, &note, &old[3]); /* a closed terminal: what is known stays, and no folder is left behind */
   sigaction(SIGPIPE, &ignore, &old[2]);
   progress_begin(&run.progress, 0);
   for (int d = 0; d < job->device_count; d++) {
@@ -232,6 +234,7 @@ cleanup:
   sigprocmask(SIG_SETMASK, &open_mask, NULL); /* a pending one is noted now */
   sigaction(SIGINT, &old[0], NULL);
   sigaction(SIGTERM, &old[1], NULL);
+  sigaction(SIGHUP, &old[3], NULL);
   sigaction(SIGPIPE, &old[2], NULL);
   *interrupted = stop_signals > 0;
   return status;

@@ -127,7 +127,7 @@ static void become_worker(pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1);
   setpgid(0, 0);
-  for (const int *number = (const int[]){SIGINT, SIGTERM, SIGPIPE, SIGSEGV, SIGBUS, SIGABRT, 0}; *number; number++)
+  for (const int *number = (const int[]){SIGINT, SIGTERM, SIGHUP, SIGPIPE, SIGSEGV, SIGBUS, SIGABRT, 0}; *number; number++)
     signal(*number, SIG_DFL);
   sigset_t all;
   sigemptyset(&all);

@@ -68,7 +68,8 @@ static void test_mistakes(void) {
   EXPECT(PARSE("limits", "--ep", "2") == 2 && strstr(message, "unknown option"), "%s", message);
   EXPECT(PARSE("limits", "m.yaml") == 2 && strstr(message, "too many"), "%s", message);
   EXPECT(PARSE("kernels") == 2 && strstr(message, "which model"), "%s", message);
-  EXPECT(PARSE("kernel", "m") == 2 && strstr(message, "unknown command 'kernel'"), "%s", message);
+  EXPECT(PARSE("kernel", "m") == 2 && strstr(message, "unknown command 'kernel' (did you mean 'kernels'?)"), "%s", message);
+  EXPECT(PARSE("help") == -1 && PARSE("help", "kernels") == -1 && PARSE("help", "a", "b") == 2, "%s", message);
   EXPECT(PARSE("--json") == 2 && strstr(message, "needs a value"), "%s", message);
 }
 

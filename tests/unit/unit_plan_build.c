@@ -170,6 +170,16 @@ static const struct tune_line tuned_lines[] = {
     {.rows = 500, .kernel = KERNEL_EXPERTS_STREAM, .shape = {64, 64, 256, 16, 1, 2}},
 };
 
+/* A line of a kernel that the arch lacks says nothing. */
+static void tuned_elsewhere(void) {
+  struct spec spec = spec_of(288, 8);
+  struct plan_draft draft;
+  struct tune tune = tune_of(1, tuned_lines);
+  const struct plan_options options = {.tune = &tune};
+  EXPECT(plan_build(&spec, "sm_80", &options, &draft) == MOEFLOW_OK, "%s", moeflow_last_error());
+  for (int i = 0; i < draft.plan.bucket_count; i++) EXPECT(draft.reasons[i].source != BUCKET_TUNED, "bucket %d", i);
+}
+
 static void tuned_buckets(void) {
   struct spec spec = spec_of(288, 8);
   struct plan_draft draft;
@@ -334,6 +344,7 @@ int main(void) {
   experts_by_rows();
   narrow_layers();
   one_order();
+  tuned_elsewhere();
   tuned_buckets();
   tuned_one_order();
   tuned_for_the_other_kernel();

@@ -81,7 +81,8 @@ int64_t experts_shared_bytes(int32_t kernel, const struct experts_shape *shape) 
 int32_t experts_registers(int32_t kernel, const struct experts_shape *shape) {
   if (kernel == KERNEL_EXPERTS) {
     int32_t blocks = shape->tile_rows / MOEFLOW_UNIT_ROWS / consumer_groups(shape);
-    int32_t sums = shape->tile_tokens == 64 && shape->tile_rows == 128 ? 4 : blocks + 1; /* a pair's and two steps' */
+    int32_t wide = shape->tile_tokens == 64; /* holds both steps' sums, and those of a pair of blocks */
+    int32_t sums = wide && shape->tile_rows == 128 ? 4 : blocks + (wide ? 2 : 1);
     return sums * shape->tile_tokens / 2 + REGISTERS_BESIDE;
   }
   return shape->stages * 4 + shape->tile_tokens / 2 + REGISTERS_BESIDE;

@@ -108,7 +108,7 @@ expect_json "explain, not tuned" "$gen" explain "$tuned_yaml" "${plain[@]}" --fo
 spec=$(python3 -c 'import json,sys; print(json.load(sys.stdin)["spec_sha256"])' <"$folder/out")
 expect 2 "--tuned-only without a file" "$gen" build "$tuned_yaml" "${plain[@]}" --tuned-only
 says "--tuned-only without a file" "nothing says what is best for up to 8 received rows on sm_90a \(no tuned file\)" \
-  "run: moeflow-gen sweep $tuned_yaml --dtype bf16 --ep 2\$"
+  "run: moeflow-gen sweep $tuned_yaml --dtype bf16 --ep 2 --capacity 8\$"
 zeros=$(printf '0%.0s' {1..64})
 cat >"$tune" <<TUNE
 moeflow-tune 1
@@ -143,7 +143,7 @@ says "--tuned none" '^up to 16 .*default \(not tuned\)$'
 if [ $doctor -eq 0 ]; then
   expect 0 "no tuned file" "${without[@]}" build "$tuned_yaml" "${plain[@]}" --gpu h999 --dry-run
   says "no tuned file" "note: no tuned file for deepseek-v2-lite bf16 on h999 in $folder/models/tuned: sm_90a gets default variants" \
-    "to measure: moeflow-gen sweep $tuned_yaml --dtype bf16 --ep 2\$"
+    "to measure: moeflow-gen sweep $tuned_yaml --dtype bf16 --ep 2 --capacity 8\$"
   for quiet in "--gpu h999 --arch sm_80" "--tuned none" "--reduce choices" "--experts 8"; do
     # shellcheck disable=SC2086
     expect 0 "nothing to tune" "${without[@]}" build "$tuned_yaml" "${plain[@]}" $quiet --dry-run

@@ -1,10 +1,12 @@
 #include "sweep.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -375,19 +377,33 @@ static void say_resume(const struct sweep *sweep, const char *why) {
   fprintf(stderr, "moeflow-gen sweep: %s; the same command with --resume goes on from %s\n", why, sweep->log.path);
 }
 
+/* Another sweep may write other sizes into the same file: who holds its folder reads it once more and then replaces it.
+ * Where folders cannot be locked, the later one wins. */
+static int lock_output(const struct sweep *sweep) {
+  char folder[TUNE_PATH_MAX];
+  snprintf(folder, sizeof folder, "%s", sweep->output);
+  char *end = strrchr(folder, '/');
+  if (end) end[end == folder] = 0;
+  const int fd = open(end ? folder : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  while (fd >= 0 && flock(fd, LOCK_EX) && errno == EINTR) continue;
+  return fd;
+}
+
 /* After the result has been shown, which a full disk must not hide. */
-static moeflow_status write_tune(const struct sweep *sweep) {
-  const int text = sweep->options->format != FORMAT_JSON;
-  if (!sweep->tune.count) {
-    if (text) printf("nothing was decided, not written: %s\n", sweep->output);
-    return MOEFLOW_OK;
+static moeflow_status write_tune(struct sweep *sweep) {
+  moeflow_status status = MOEFLOW_OK;
+  const char *what = "nothing was decided, not written:";
+  const int lock = lock_output(sweep);
+  CHECK(read_old(sweep)); /* once more: NVRTC is known only now, too */
+  CHECK(sweep_tune_lines(&sweep->arms, sweep->points, sweep->point_count, &sweep->old, &sweep->tune));
+  if (sweep->tune.count) {
+    CHECK(tune_write(&sweep->tune, sweep->output));
+    what = "wrote";
   }
-  const moeflow_status status = tune_write(&sweep->tune, sweep->output);
-  if (status != MOEFLOW_OK) {
-    say_resume(sweep, "the choices were not written");
-  } else if (text) {
-    printf("wrote %s\n", sweep->output);
-  }
+  if (sweep->options->format != FORMAT_JSON) printf("%s %s\n", what, sweep->output);
+cleanup:
+  if (lock >= 0) close(lock);
+  if (status != MOEFLOW_OK) say_resume(sweep, "the choices were not written");
   return status;
 }
 
@@ -396,8 +412,6 @@ static moeflow_status write_result(struct sweep *sweep) {
   const int undecided = count_reason(sweep, SWEEP_UNDECIDED), failed = count_reason(sweep, SWEEP_NO_DEFAULT);
   char why[64];
   sweep->tune.identity.nvrtc = sweep->plans.nvrtc;
-  drop_old(sweep); /* once more: NVRTC is known only now */
-  CHECK(sweep_tune_lines(&sweep->arms, sweep->points, sweep->point_count, &sweep->old, &sweep->tune));
   if (sweep->options->format == FORMAT_JSON) {
     print_json(sweep);
   } else {

@@ -21,8 +21,11 @@ static struct world {
   int short_at;     /* a check, for which there is no memory */
   int no_gpu;
   int newer_driver;
+  int meanwhile;  /* at the next check another sweep adds its line to the tuned file */
   uint64_t sizes; /* of the requests: bit t for t tokens */
 } * world;
+
+static char model_path[600], cache[600], log_path[600], tuned[700];
 
 /* ---- A made-up GPU: likes few parts and narrow tiles ---- */
 
@@ -55,10 +58,20 @@ static moeflow_status prepare(void *user, const struct sweep_request *request) {
   return MOEFLOW_OK;
 }
 
+static void add_a_line(void) {
+  static struct tune tune;
+  world->meanwhile = 0;
+  if (tune_read(tuned, &tune) != MOEFLOW_OK || tune.count != 1) return;
+  tune.lines[tune.count] = tune.lines[0];
+  tune.lines[tune.count++].rows *= 4;
+  tune_write(&tune, tuned);
+}
+
 static moeflow_status check(void *user, int arm, double *rel_l2) {
   (void)user, (void)arm;
   *rel_l2 = 3e-4;
   if (++world->checks == world->interrupt_at) kill(getppid(), SIGINT);
+  if (world->meanwhile) add_a_line();
   if (world->checks == world->short_at) return status_set(MOEFLOW_ERROR_MEMORY, "cuMemAlloc: out of memory");
   return MOEFLOW_OK;
 }
@@ -77,8 +90,6 @@ static moeflow_status time_fake(void *user, int number, int launches, double *us
 static const struct sweep_measure measure = {NULL, probe, open_fake, prepare, check, time_fake};
 
 /* ---- The command ---- */
-
-static char model_path[600], cache[600], log_path[600], tuned[700];
 
 static int sweep_within(const char *tokens, int resume, int capacity) {
   const struct gen_options options = {.command = "sweep",
@@ -205,6 +216,14 @@ static void other_files(void) {
   for (int i = 0; i < tune.count; i++) EXPECT(tune.lines[i].us != 11.11, "a line of another NVRTC got this one's name");
 }
 
+/* What another sweep writes into the same file while this one measures is kept. */
+static void two_at_once(void) {
+  struct tune tune;
+  EXPECT(remove(tuned) == 0 && sweep("4", 0) == 0);
+  world->meanwhile = 1; /* a line for other rows, at the first check */
+  EXPECT(sweep("8", 0) == 0 && tune_read(tuned, &tune) == MOEFLOW_OK && tune.count == 3, "%d lines", tune.count);
+}
+
 static void refusals(void) {
   struct tune tune;
   EXPECT(sweep("4,x", 0) == EXIT_USAGE && sweep("8,4", 0) == EXIT_USAGE && sweep("", 0) == EXIT_USAGE);
@@ -233,6 +252,7 @@ int main(void) {
   used_by_build();
   interrupted();
   other_files();
+  two_at_once();
   refusals();
   served_rows();
   other_identities();

@@ -510,7 +510,11 @@ static moeflow_status run(struct sweep *sweep) {
   CHECK(open_log(sweep));
   CHECK(store_open(options->cache, &sweep->store));
   CHECK(compile_arms(sweep));
-  CHECK(measure_arms(sweep));
+  status = measure_arms(sweep);
+  if (status != MOEFLOW_OK) {
+    say_resume(sweep, "the sweep broke off");
+    goto cleanup;
+  }
   if (!sweep->interrupted) CHECK(write_result(sweep));
 cleanup:
   return status;

@@ -436,15 +436,22 @@ static void print_space(const struct plan_draft *draft, int32_t kernel, FILE *fi
 }
 
 /* What a line measured, without the runner-up's name: --format json has it. */
+/* The runner-up, whose name is long, has a line of its own. */
 static void print_measured(const struct tune_line *line, FILE *file) {
-  fprintf(file, "tuned at %d: ", line->rows);
-  if (line->us == line->default_us) { /* the gap is then to the best other one */
-    fprintf(file, "the default stays, %.1f us, %.2f %% [%.2f, %.2f] less than the next", line->us, line->gap, line->gap_low,
-            line->gap_high);
-  } else {
-    fprintf(file, "%s %.1f us, %.2f %% [%.2f, %.2f] less than the default's %.1f", tune_kernel_name(line->kernel), line->us,
-            line->gap, line->gap_low, line->gap_high, line->default_us);
+  const int kept = line->us == line->default_us; /* the gap is then to the runner-up */
+  fprintf(file, "tuned at %d: %s %.1f us", line->rows, kept ? "the default stays," : tune_kernel_name(line->kernel),
+          line->us);
+  if (kept && !line->runner_up[0]) {
+    fprintf(file, "; no other came near");
+    return;
   }
+  fprintf(file, ", %.2f %% [%.2f, %.2f] less than the ", line->gap, line->gap_low, line->gap_high);
+  if (kept) {
+    fprintf(file, "runner-up's");
+  } else {
+    fprintf(file, "default's %.1f", line->default_us);
+  }
+  if (line->runner_up[0]) fprintf(file, "\n    runner-up: %s", line->runner_up);
 }
 
 static void print_reason(const struct plan_draft *draft, const struct bucket_reason *reason, FILE *file) {

@@ -127,7 +127,7 @@ without=(env MOEFLOW_CUDA_LIB=/nonexistent "$gen") with=(env "MOEFLOW_CUDA_LIB=$
 expect 0 "the only tuned file" "${without[@]}" explain "$tuned_yaml" "${plain[@]}"
 says "the only tuned file" "tuned by $tune, the only one for this model, on Fake GPU" '^experts: [0-9]+ of [0-9]+ variants legal; pruned by' \
   "^up to 16 .* tuned at 16: experts 61.0 us, 1.95 % \\[1.60, 2.30\\] less than the default's 62.2\$" \
-  '^up to 1024 .*default \(not tuned\)$' '^more .*no other kernel for this size$'
+  '^    runner-up: portable$' '^up to 1024 .*default \(not tuned\)$' '^more .*no other kernel for this size$'
 expect_json "explain, tuned" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --format json
 says "explain, tuned" '"source": *"tuned"' '"runner_up": *"portable"'
 expect 0 "another GPU is named" "${without[@]}" explain "$tuned_yaml" "${plain[@]}" --gpu h200

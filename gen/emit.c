@@ -7,8 +7,10 @@
 #include "status.h"
 
 #define K(kernel) (1u << KERNEL_##kernel)
-#define COMBINES (K(COMBINE) | K(COMBINE_RING))
+#define COMBINES (K(COMBINE) | K(COMBINE_RING) | K(RETURN_COMBINE))
 #define EXPERTS (K(EXPERTS) | K(EXPERTS_STREAM))
+#define ROUTERS (K(ROUTER) | K(DISPATCH))
+#define PACKS (K(PACK) | K(DISPATCH))
 
 #define FIELD(field)                                     \
   static double value_##field(const struct spec *spec) { \
@@ -55,20 +57,20 @@ static const struct constant {
   unsigned kernels;
 } constants[] = {
     {"hidden", "int", value_hidden,
-     K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(DOWN) | EXPERTS | K(PACK_WEIGHTS) | K(IDENTITY) |
-         K(EXPERTS) | K(OWNER_REDUCE) | COMBINES},
+     PACKS | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | K(DOWN) | EXPERTS | K(PACK_WEIGHTS) | K(IDENTITY) |
+         K(OWNER_REDUCE) | COMBINES},
     {"intermediate", "int", value_intermediate, K(GATE_UP) | K(DOWN) | EXPERTS | K(PACK_WEIGHTS)},
-    {"experts", "int", value_experts, K(ROUTER) | K(PACK)},
+    {"experts", "int", value_experts, K(ROUTER) | PACKS},
     {"top_k", "int", value_top_k,
-     K(ROUTER) | K(PACK) | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | EXPERTS | K(IDENTITY) | K(OWNER_REDUCE) |
+     K(ROUTER) | PACKS | K(EXPERT_INDEX) | K(EXPERT_PREPARE) | K(GATE_UP) | EXPERTS | K(IDENTITY) | K(OWNER_REDUCE) |
          COMBINES},
-    {"score", "int", value_score, K(ROUTER)},
-    {"correction_bias", "int", value_correction_bias, K(ROUTER)},
-    {"groups", "int", value_groups, K(ROUTER)},
-    {"top_groups", "int", value_top_groups, K(ROUTER)},
-    {"group_score", "int", value_group_score, K(ROUTER)},
-    {"renormalize", "int", value_renormalize, K(ROUTER)},
-    {"scale", "float", value_scale, K(ROUTER)},
+    {"score", "int", value_score, ROUTERS},
+    {"correction_bias", "int", value_correction_bias, ROUTERS},
+    {"groups", "int", value_groups, ROUTERS},
+    {"top_groups", "int", value_top_groups, ROUTERS},
+    {"group_score", "int", value_group_score, ROUTERS},
+    {"renormalize", "int", value_renormalize, ROUTERS},
+    {"scale", "float", value_scale, ROUTERS},
     {"activation", "int", value_activation, K(GATE_UP) | EXPERTS},
     {"activation_limit", "float", value_activation_limit, K(GATE_UP) | EXPERTS},
     {"return_fp32", "int", value_return_fp32, K(EXPERTS) | K(OWNER_REDUCE) | COMBINES},

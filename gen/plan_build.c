@@ -44,11 +44,11 @@ static const struct experts_default {
 static const struct kernel_row {
   int32_t threads, order_tag, matrices;
 } kernel_rows[KERNEL_COUNT] = {
-    [KERNEL_ROUTER] = {128, 1, 0},       [KERNEL_PACK] = {256, 0, 0},           [KERNEL_EXCHANGE] = {128, 0, 0},
-    [KERNEL_EXPERT_INDEX] = {256, 0, 0}, [KERNEL_EXPERT_PREPARE] = {256, 0, 0}, [KERNEL_GATE_UP] = {0, 0, 2},
-    [KERNEL_DOWN] = {0, 0, 1},           [KERNEL_PACK_WEIGHTS] = {256, 0, 0},   [KERNEL_IDENTITY] = {256, 0, 0},
-    [KERNEL_OWNER_REDUCE] = {256, 1, 0}, [KERNEL_COMBINE] = {256, 1, 0},        [KERNEL_COMBINE_RING] = {256, 1, 0},
-    [KERNEL_FILL] = {256, 0, 0},
+    [KERNEL_ROUTER] = {128, 1, 0},         [KERNEL_PACK] = {256, 0, 0},           [KERNEL_EXCHANGE] = {128, 0, 0},
+    [KERNEL_DISPATCH] = {256, 1, 0},       [KERNEL_RETURN_COMBINE] = {256, 1, 0}, [KERNEL_EXPERT_INDEX] = {256, 0, 0},
+    [KERNEL_EXPERT_PREPARE] = {256, 0, 0}, [KERNEL_GATE_UP] = {0, 0, 2},          [KERNEL_DOWN] = {0, 0, 1},
+    [KERNEL_PACK_WEIGHTS] = {256, 0, 0},   [KERNEL_IDENTITY] = {256, 0, 0},       [KERNEL_OWNER_REDUCE] = {256, 1, 0},
+    [KERNEL_COMBINE] = {256, 1, 0},        [KERNEL_COMBINE_RING] = {256, 1, 0},   [KERNEL_FILL] = {256, 0, 0},
 };
 
 /* One order of additions for any number of received rows: asked for, or because choices return one by one so that their sums
@@ -340,6 +340,9 @@ cleanup:
 
 static int kernel_wanted(const struct builder *builder, int32_t kernel) {
   if (kernel == KERNEL_PACK_WEIGHTS) return builder->served[KERNEL_EXPERTS_STREAM];
+  if (kernel == KERNEL_DISPATCH || kernel == KERNEL_RETURN_COMBINE) { /* plan_fuses, before its experts are there */
+    return builder->served[KERNEL_EXPERTS] && builder->draft->plan.spec.reduce == SPEC_REDUCE_OWNER;
+  }
   /* the ring adds owners' sums, and with `reduce: choices` there are none */
   return kernel != KERNEL_COMBINE_RING || builder->draft->plan.spec.reduce == SPEC_REDUCE_OWNER;
 }

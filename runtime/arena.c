@@ -84,7 +84,7 @@ static void cut(const struct moeflow_group *group, struct group_lane *lane, stru
   const size_t row_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_DISPATCH);
   const size_t return_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_RETURN);
   lane->state = take(arena, 1, sizeof *lane->state);
-  lane->flags = take(arena, 3 * ranks, sizeof *lane->flags);
+  lane->flags = take(arena, two_sided ? 0 : moeflow_flag_block(group->ranks, group->flag_words), sizeof *lane->flags);
   lane->peer_flags = take(arena, ranks, sizeof *lane->peer_flags);
   lane->dispatch_targets = take(arena, ranks, sizeof *lane->dispatch_targets);
   lane->return_targets = take(arena, ranks, sizeof *lane->return_targets);

@@ -317,7 +317,11 @@ static int cuda_capturing(struct moeflow_context *context, void *stream) {
   return driver.cuStreamIsCapturing((CUstream)stream, &capture) == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-/* The experts kernel may be set up while the kernel before it ends: it waits for that one itself. */
+/* These may be set up while the kernel before them ends: they wait for that one themselves. */
+static int launches_early(enum kernel_id kernel) {
+  return kernel == KERNEL_EXPERTS || kernel == KERNEL_DISPATCH || kernel == KERNEL_RETURN_COMBINE;
+}
+
 static CUresult launch_kernel(const struct kernel *kernel, const struct launch *launch) {
   void *arguments[] = {launch->params};
   CUlaunchAttribute early = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -332,7 +336,7 @@ static CUresult launch_kernel(const struct kernel *kernel, const struct launch *
                            .hStream = (CUstream)launch->stream,
                            .attrs = &early,
                            .numAttrs = 1};
-  if (launch->kernel == KERNEL_EXPERTS && driver.cuLaunchKernelEx) {
+  if (launches_early(launch->kernel) && driver.cuLaunchKernelEx) {
     return driver.cuLaunchKernelEx(&config, kernel->function, arguments, NULL);
   }
   return driver.cuLaunchKernel(kernel->function, (unsigned)launch->blocks, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes,

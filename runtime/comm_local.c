@@ -10,6 +10,7 @@
 
 #include "hub.h"
 #include "internal.h"
+#include "one_sided.h"
 
 #define LOCAL_MARK "moeflow local id" /* NCCL's ids begin with bytes of a random number and an address */
 
@@ -82,41 +83,16 @@ static void local_keep(struct comm *comm, void *memory, size_t bytes) {
 
 /* ---- Where the peers' buffers are ---- */
 
-struct addresses {
-  uint8_t *received, *returned;
-  uint32_t *flags;
-};
-
-/* Peer p's rows from me stand in block `rank` of its buffer; group_block_bytes has the one size of a block. */
-static moeflow_status upload_targets(struct moeflow_group *group, struct group_lane *lane, const struct addresses *peers,
-                                     void **row) {
-  moeflow_status status = MOEFLOW_OK;
-  struct moeflow_context *context = group->contexts[0];
-  const size_t bytes = (size_t)group->ranks * sizeof *row;
-  const int64_t out = group->rank * group_block_bytes(group, MOEFLOW_PHASE_DISPATCH);
-  const int64_t home = group->rank * group_block_bytes(group, MOEFLOW_PHASE_RETURN);
-  for (int p = 0; p < group->ranks; p++) row[p] = peers[p].received + out;
-  CHECK(context->backend->upload(context, lane->dispatch_targets, row, bytes));
-  for (int p = 0; p < group->ranks; p++) row[p] = peers[p].returned + home;
-  CHECK(context->backend->upload(context, lane->return_targets, row, bytes));
-  for (int p = 0; p < group->ranks; p++) row[p] = peers[p].flags;
-  CHECK(context->backend->upload(context, lane->peer_flags, row, bytes));
-cleanup:
-  return status;
-}
-
 static moeflow_status local_attach(struct comm *comm, struct group_lane *lane) {
   moeflow_status status = MOEFLOW_OK;
   struct moeflow_group *group = local_of(comm)->group;
-  const struct addresses mine = {lane->received, lane->returned, lane->flags};
-  struct addresses *peers = calloc((size_t)group->ranks, sizeof *peers);
-  void **row = calloc((size_t)group->ranks, sizeof *row);
-  if (!peers || !row) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for the addresses of %d ranks", group->ranks);
+  const struct one_sided_peer mine = {lane->received, lane->returned, lane->flags};
+  struct one_sided_peer *peers = calloc((size_t)group->ranks, sizeof *peers);
+  if (!peers) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for the addresses of %d ranks", group->ranks);
   CHECK(local_gather(comm, &mine, sizeof mine, peers));
-  CHECK(upload_targets(group, lane, peers, row));
+  CHECK(one_sided_attach(group, lane, peers));
 cleanup:
   free(peers);
-  free(row);
   return status;
 }
 
@@ -124,23 +100,9 @@ cleanup:
 
 static moeflow_status local_exchange(struct comm *comm, struct group_lane *lane, enum moeflow_phase phase, int rows,
                                      int64_t row_bytes, void *stream) {
-  struct moeflow_group *group = local_of(comm)->group;
-  struct moeflow_context *context = group->contexts[0];
-  struct moeflow_exchange_params params = {
-      .lane = lane->state,
-      .record = lane->record_device,
-      .peer_flags = lane->peer_flags,
-      .flags = lane->flags,
-      .abort = group->abort_device,
-      .timeout_ns = (uint64_t)group->timeout_ms * 1000000u,
-      .phase = (int32_t)phase,
-      .rank = group->rank,
-      .ranks = group->ranks,
-  };
-  const struct launch launch = {.kernel = KERNEL_EXCHANGE, .blocks = 1, .params = &params, .stream = stream};
   (void)rows; /* the kernels before have stored them */
   (void)row_bytes;
-  return context->backend->launch(context, &launch);
+  return one_sided_exchange(local_of(comm)->group, lane, phase, stream);
 }
 
 static moeflow_status local_health(struct comm *comm) {

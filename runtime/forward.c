@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "internal.h"
+#include "one_sided.h"
 
 #define ROUTER_THREADS 128
 #define REDUCE_THREADS 256
@@ -28,6 +29,7 @@ struct step {
   int variant;           /* of `kernel` */
   int tile_tokens;       /* of its lists */
   int parts;             /* of its outputs */
+  int fused;             /* the step in three launches */
   struct moeflow_rows_in in;
 };
 
@@ -106,10 +108,8 @@ static int takes_logits(const struct step *step) {
   return step->args->logits != NULL;
 }
 
-static moeflow_status route(const struct step *step) {
-  if (!takes_logits(step) || step->tokens == 0) return MOEFLOW_OK;
-  const struct plan_variant *variant = plan_variant(&step->context->plan, KERNEL_ROUTER, 0);
-  struct moeflow_router_params params = {
+static struct moeflow_router_params router_params(const struct step *step) {
+  return (struct moeflow_router_params){
       .lane = step->lane->state,
       .logits = step->args->logits,
       .bias = step->spec->correction_bias ? step->layer->correction_bias : NULL,
@@ -118,6 +118,12 @@ static moeflow_status route(const struct step *step) {
       .tokens = step->tokens,
       .logits_bf16 = step->args->logits_dtype == MOEFLOW_DTYPE_BFLOAT16,
   };
+}
+
+static moeflow_status route(const struct step *step) {
+  if (!takes_logits(step) || step->tokens == 0) return MOEFLOW_OK;
+  const struct plan_variant *variant = plan_variant(&step->context->plan, KERNEL_ROUTER, 0);
+  struct moeflow_router_params params = router_params(step);
   return launch(step, KERNEL_ROUTER, 0, blocks_for(step->tokens, (variant ? variant->threads : ROUTER_THREADS) / 32),
                 &params);
 }
@@ -126,9 +132,9 @@ static int64_t out_block_bytes(const struct step *step, enum moeflow_phase phase
   return step->group->comm->ops->one_sided ? 0 : layer_block_bytes(step->layer, phase, step->rows);
 }
 
-static moeflow_status pack(const struct step *step) {
+static struct moeflow_pack_params pack_params(const struct step *step) {
   const int routed = takes_logits(step);
-  struct moeflow_pack_params params = {
+  return (struct moeflow_pack_params){
       .lane = step->lane->state,
       .record = step->lane->record_device,
       .hidden = step->args->hidden,
@@ -146,7 +152,15 @@ static moeflow_status pack(const struct step *step) {
       .ids_int64 = !routed && step->args->ids_dtype == MOEFLOW_DTYPE_INT64,
       .flags = step->row_flags,
   };
-  return launch(step, KERNEL_PACK, 0, step->tokens > 0 ? step->tokens : 1, &params);
+}
+
+static int64_t token_blocks(const struct step *step) {
+  return step->tokens > 0 ? step->tokens : 1;
+}
+
+static moeflow_status pack(const struct step *step) {
+  struct moeflow_pack_params params = pack_params(step);
+  return launch(step, KERNEL_PACK, 0, token_blocks(step), &params);
 }
 
 static moeflow_status exchange(const struct step *step, enum moeflow_phase phase) {
@@ -166,6 +180,12 @@ static moeflow_status index_entries(const struct step *step) {
   return launch(step, KERNEL_EXPERT_INDEX, 0, blocks_for(rows, MOEFLOW_CHUNK_ROWS), &params);
 }
 
+static void note_lists(const struct step *step) {
+  step->lane->listed_layer = step->layer;
+  step->lane->listed_rows = step->rows;
+  step->lane->listed_tile_tokens = step->tile_tokens;
+}
+
 static moeflow_status place_entries(const struct step *step) {
   struct moeflow_expert_prepare_params params = {
       .lane = step->lane->state,
@@ -181,9 +201,7 @@ static moeflow_status place_entries(const struct step *step) {
       .tile_tokens = step->tile_tokens,
   };
   const int64_t rows = (int64_t)step->group->ranks * step->rows;
-  step->lane->listed_layer = step->layer;
-  step->lane->listed_rows = step->rows;
-  step->lane->listed_tile_tokens = step->tile_tokens;
+  note_lists(step);
   return launch(step, KERNEL_EXPERT_PREPARE, 0, blocks_for(rows, MOEFLOW_CHUNK_ROWS), &params);
 }
 
@@ -260,7 +278,16 @@ static moeflow_status experts(const struct step *step) {
       .out = sums_out(step),
       .sum = sums_itself(step),
       .write_empty = (step->args->flags & MOEFLOW_FORWARD_EXPERTS) != 0,
+      .record = step->lane->record_device,
+      .expert_load = layer->expert_load,
+      .local_experts = layer->local_experts,
+      .fused = step->fused,
   };
+  int64_t blocks = (int64_t)step->context->multiprocessors * variant->residency;
+  if (step->fused) {
+    params.peers = one_sided_peers(step->group, step->lane);
+    blocks = group_waiting_blocks(step->group, variant->residency);
+  }
   if (packed) {
     params.gate_up_packed = layer->weights.gate_up;
     params.down_packed = layer->weights.down;
@@ -273,7 +300,7 @@ static moeflow_status experts(const struct step *step) {
     return status_set(MOEFLOW_ERROR_INTERNAL, "%d parts of %lld outputs, and the lane was made for %lld", step->parts,
                       (long long)params.part_stride, (long long)step->lane->outputs_max);
   }
-  return launch(step, step->kernel, step->variant, (int64_t)step->context->multiprocessors * variant->residency, &params);
+  return launch(step, step->kernel, step->variant, blocks, &params);
 }
 
 static moeflow_status identity(const struct step *step) {
@@ -319,8 +346,8 @@ static moeflow_status reduce(const struct step *step) {
   return launch(step, KERNEL_OWNER_REDUCE, 0, reduce_blocks(step), &params);
 }
 
-static moeflow_status combine(const struct step *step) {
-  struct moeflow_combine_params params = {
+static struct moeflow_combine_params combine_params(const struct step *step) {
+  return (struct moeflow_combine_params){
       .lane = step->lane->state,
       .record = step->lane->record_device,
       .token_places = step->lane->token_places,
@@ -333,12 +360,63 @@ static moeflow_status combine(const struct step *step) {
       .ranks = step->group->ranks,
       .eager = !step->captured,
   };
+}
+
+static moeflow_status combine(const struct step *step) {
+  struct moeflow_combine_params params = combine_params(step);
   const enum kernel_id kernel = step->layer->combine == MOEFLOW_COMBINE_RING ? KERNEL_COMBINE_RING : KERNEL_COMBINE;
-  return launch(step, kernel, 0, step->tokens > 0 ? step->tokens : 1, &params);
+  return launch(step, kernel, 0, token_blocks(step), &params);
+}
+
+/* ---- The fused pipeline: three launches, chained so that each is set up while the one before ends ---- */
+
+/* A token a block, as far as blocks may wait or must raise flags. */
+static int64_t fused_blocks(const struct step *step) {
+  const int64_t tokens = token_blocks(step), most = group_waiting_blocks(step->group, 1);
+  return tokens < most ? tokens : most;
+}
+
+static moeflow_status dispatch(const struct step *step) {
+  struct moeflow_dispatch_params params = {
+      .pack = pack_params(step),
+      .router = router_params(step),
+      .peers = one_sided_peers(step->group, step->lane),
+  };
+  return launch(step, KERNEL_DISPATCH, 0, fused_blocks(step), &params);
+}
+
+static moeflow_status return_combine(const struct step *step) {
+  struct moeflow_return_combine_params params = {
+      .combine = combine_params(step),
+      .peers = one_sided_peers(step->group, step->lane),
+  };
+  return launch(step, KERNEL_RETURN_COMBINE, 0, fused_blocks(step), &params);
+}
+
+static moeflow_status run_fused(const struct step *step) {
+  moeflow_status status = MOEFLOW_OK;
+  CHECK(dispatch(step));
+  note_lists(step);
+  CHECK(experts(step));
+  CHECK(return_combine(step));
+cleanup:
+  return status;
+}
+
+/* Where the experts kernel can do all that lies between the exchanges, and make its lists in the shared memory that it has.
+ * What peers see is the same with and without. */
+static int can_fuse(const struct step *step) {
+  const struct moeflow_layer *layer = step->layer;
+  const struct plan_variant *variant = plan_variant(&step->context->plan, step->kernel, step->variant);
+  return step->group->comm->ops->one_sided && step->kernel == KERNEL_EXPERTS && plan_fuses(&step->context->plan) &&
+         !layer->separate_sums && layer->combine == MOEFLOW_COMBINE_PLAN && layer->local_experts > 0 && !step->args->flags &&
+         step->entries <= MOEFLOW_FUSED_ENTRIES_MAX &&
+         moeflow_fused_shared_bytes(step->entries, layer->local_experts, variant->threads) <= variant->shared_bytes;
 }
 
 static moeflow_status run_step(const struct step *step) {
   moeflow_status status = MOEFLOW_OK;
+  if (step->fused) return run_fused(step);
   CHECK(route(step));
   CHECK(pack(step));
   CHECK(exchange(step, MOEFLOW_PHASE_DISPATCH));
@@ -421,7 +499,8 @@ static moeflow_status check_pointer(const char *name, const void *pointer, size_
 /* What makes this rank join with 0 rows and an error mark. */
 static moeflow_status check_args(const struct moeflow_layer *layer, const moeflow_forward_args *args, int tokens_max) {
   moeflow_status status = MOEFLOW_OK;
-  if (args->flags & ~(unsigned)MOEFLOW_FORWARD_IDENTITY) FAIL(MOEFLOW_ERROR_ARGUMENT, "flags 0x%x are unknown", args->flags);
+  if (args->flags & ~(unsigned)(MOEFLOW_FORWARD_IDENTITY | MOEFLOW_FORWARD_STEPWISE))
+    FAIL(MOEFLOW_ERROR_ARGUMENT, "flags 0x%x are unknown", args->flags);
   if (args->tokens < 0)
     FAIL(MOEFLOW_ERROR_ARGUMENT, "tokens is %d; it must be 0 to tokens_max %d", args->tokens, tokens_max);
   if (args->tokens > tokens_max) {
@@ -506,6 +585,7 @@ static void set_up(struct step *step, struct moeflow_layer *layer, const moeflow
       .tokens_max = step->tokens_max,
   };
   choose_experts(step);
+  step->fused = can_fuse(step);
 }
 
 static moeflow_status forward_again(struct step *step) {

@@ -10,6 +10,8 @@
 #include "internal.h"
 #include "sha256.h"
 
+#define OTHER_LANE_MULTIPROCESSORS 4
+
 /* ---- Sizes ---- */
 
 int64_t group_block_bytes(const struct moeflow_group *group, enum moeflow_phase phase) {
@@ -24,6 +26,32 @@ static void measure_rows(struct moeflow_group *group) {
     if (row > group->row_bytes_max) group->row_bytes_max = row;
     if (home > group->return_bytes_max) group->return_bytes_max = home;
   }
+}
+
+/* Over LOCAL, all lanes of all ranks share the multiprocessors, and each has blocks of one kernel waiting at a time.
+ * Otherwise a lane's blocks may take them all, but for a few on which the other lane sends the rows that a peer waits for.
+ */
+int group_waiting_blocks(const struct moeflow_group *group, int residency) {
+  const int all = group->contexts[0]->multiprocessors;
+  int share = all;
+  if (group->ranks == 1) return all * residency; /* nobody to wait for */
+  if (group->transport == MOEFLOW_TRANSPORT_LOCAL) {
+    share = all / (group->ranks * group->lane_count);
+  } else if (group->lane_count > 1) {
+    share = all - OTHER_LANE_MULTIPROCESSORS;
+  }
+  return share < 1 ? 1 : share * residency;
+}
+
+static int count_flag_words(const struct moeflow_group *group) {
+  int residency = 1;
+  for (int i = 0; i < group->context_count; i++) {
+    const struct plan *plan = &group->contexts[i]->plan;
+    for (int v = 0; v < plan->variant_count; v++) {
+      if (plan->variants[v].residency > residency) residency = plan->variants[v].residency;
+    }
+  }
+  return group_waiting_blocks(group, residency);
 }
 
 /* ---- Memory ---- */
@@ -159,7 +187,8 @@ cleanup:
 }
 
 struct fingerprint {
-  int64_t protocol, transport, nccl, ranks, capacity, lanes, row_bytes, return_bytes, local_experts_max, contexts, device;
+  int64_t protocol, transport, nccl, ranks, capacity, lanes, flag_words, row_bytes, return_bytes, local_experts_max,
+      contexts, device;
   char specs[65];
 };
 
@@ -170,6 +199,7 @@ static const struct fingerprint_field fields[] = {
     FINGERPRINT_NUMBER(struct fingerprint, ranks, "ranks"),
     FINGERPRINT_NUMBER(struct fingerprint, capacity, "capacity"),
     FINGERPRINT_NUMBER(struct fingerprint, lanes, "lanes"),
+    FINGERPRINT_NUMBER(struct fingerprint, flag_words, "flag words (by multiprocessors and cubins)"),
     FINGERPRINT_NUMBER(struct fingerprint, row_bytes, "row bytes"),
     FINGERPRINT_NUMBER(struct fingerprint, return_bytes, "return row bytes"),
     FINGERPRINT_NUMBER(struct fingerprint, local_experts_max, "local_experts_max"),
@@ -188,6 +218,7 @@ static void take_fingerprint(const struct moeflow_group *group, struct fingerpri
   mine->ranks = group->ranks;
   mine->capacity = group->capacity;
   mine->lanes = group->lane_count;
+  mine->flag_words = group->comm->ops->one_sided ? group->flag_words : 0;
   mine->row_bytes = group->row_bytes_max;
   mine->return_bytes = group->return_bytes_max;
   mine->local_experts_max = group->local_experts_max;
@@ -239,6 +270,7 @@ static moeflow_status make(moeflow_context *const *contexts, int context_count, 
   if (group->workspace_of) atomic_fetch_add(&group->workspace_of->borrowers, 1);
   if (config->allocator) group->allocator = *config->allocator;
   measure_rows(group);
+  group->flag_words = count_flag_words(group);
   *group_out = group;
   return MOEFLOW_OK;
 }

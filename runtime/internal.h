@@ -46,8 +46,8 @@ struct group_lane {
   uint8_t *returned;
   uint8_t **dispatch_targets;           /* [ranks], see moeflow_rows_out */
   uint8_t **return_targets;
-  uint32_t *flags;                      /* one-sided: [3][ranks], see moeflow_exchange_params */
-  uint32_t **peer_flags;                /* one-sided: [ranks] */
+  uint32_t *flags;                      /* one-sided: a flag block, see abi.h */
+  uint32_t **peer_flags;                /* one-sided: [ranks], each rank's flag block */
   /* workspace, in the order of a step */
   int32_t *ids;                         /* router: [C, K] */
   float *weights;
@@ -86,6 +86,7 @@ struct moeflow_group {
   moeflow_context **contexts;
   int context_count;
   int rank, ranks, capacity, lane_count, timeout_ms, local_experts_max;
+  int flag_words;                       /* one-sided: of each phase and source */
   moeflow_transport transport;          /* resolved, never AUTO */
   moeflow_allocator allocator;          /* allocate may be NULL: the backend's */
   struct comm *comm;
@@ -150,6 +151,10 @@ int64_t group_block_bytes(const struct moeflow_group *group, enum moeflow_phase 
 
 /* MOEFLOW_ERROR_UNSUPPORTED when a step of up to tokens_max tokens would need more blocks than a grid may have. */
 moeflow_status layer_check_grids(const struct moeflow_layer *layer, int tokens_max);
+
+/* Most blocks, at so many a multiprocessor, of a kernel that waits on the device for other ranks: what they wait for must
+ * still find room. */
+int group_waiting_blocks(const struct moeflow_group *group, int residency);
 
 /* What the ranks agree on before anybody goes on: each rank brings its own status (and its last message when that is a
  * failure). Returns MOEFLOW_OK when all are; this rank's own failure; else MOEFLOW_ERROR_PEER with the peer's message. */

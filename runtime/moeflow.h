@@ -285,7 +285,10 @@ typedef enum moeflow_forward_flags {
    * sent, and rows without an expert of this rank, are zero. No exchange; may be captured; goes with no other flag; tokens,
    * hidden, ids, weights and logits are ignored. In a poisoned group nothing is written. `reduce: choices` is
    * MOEFLOW_ERROR_UNSUPPORTED. */
-  MOEFLOW_FORWARD_EXPERTS = 2
+  MOEFLOW_FORWARD_EXPERTS = 2,
+  /* For comparison: one kernel after the other also where a step could be three launches. The result is the same bit for bit, and
+   * ranks may differ in it. */
+  MOEFLOW_FORWARD_STEPWISE = 4
 } moeflow_forward_flags;
 
 typedef struct moeflow_forward_args {

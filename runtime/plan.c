@@ -15,6 +15,7 @@ const char *const kernel_names[KERNEL_COUNT] = {
     [KERNEL_ROUTER] = "router",
     [KERNEL_PACK] = "pack",
     [KERNEL_EXCHANGE] = "exchange",
+    [KERNEL_DISPATCH] = "dispatch",
     [KERNEL_EXPERT_INDEX] = "expert_index",
     [KERNEL_EXPERT_PREPARE] = "expert_prepare",
     [KERNEL_GATE_UP] = "gate_up",
@@ -26,6 +27,7 @@ const char *const kernel_names[KERNEL_COUNT] = {
     [KERNEL_OWNER_REDUCE] = "owner_reduce",
     [KERNEL_COMBINE] = "combine",
     [KERNEL_COMBINE_RING] = "combine_ring",
+    [KERNEL_RETURN_COMBINE] = "return_combine",
     [KERNEL_FILL] = "fill",
 };
 
@@ -200,6 +202,10 @@ static moeflow_status check_counts(const struct plan *plan) {
   return MOEFLOW_OK;
 }
 
+int plan_fuses(const struct plan *plan) {
+  return plan_variant(plan, KERNEL_EXPERTS, 0) && plan->spec.reduce == SPEC_REDUCE_OWNER;
+}
+
 static int kernel_needed(const struct plan *plan, int kernel) {
   switch (kernel) {
     case KERNEL_EXPERTS:
@@ -207,6 +213,9 @@ static int kernel_needed(const struct plan *plan, int kernel) {
       return 0;
     case KERNEL_PACK_WEIGHTS:
       return plan_variant(plan, KERNEL_EXPERTS_STREAM, 0) != NULL;
+    case KERNEL_DISPATCH:
+    case KERNEL_RETURN_COMBINE:
+      return plan_fuses(plan);
     case KERNEL_COMBINE_RING: /* it adds partial sums, and `reduce: choices` returns none */
       return plan->spec.reduce == SPEC_REDUCE_OWNER;
     default:

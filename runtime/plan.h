@@ -1,7 +1,7 @@
 /* A plan: for one (spec, arch), which cubin entry serves which kernel at which number of rows. Written by moeflow-gen last
  * of all, read by the runtime; docs/file-formats.md describes the text.
  *
- *     moeflow-plan 2
+ *     moeflow-plan 3
  *     arch sm_90a
  *     minimum_driver 13000
  *     spec 22                                  <- number of canonical lines that follow
@@ -19,7 +19,7 @@
 
 #include "spec.h"
 
-#define PLAN_VERSION 2
+#define PLAN_VERSION 3
 #define PLAN_VARIANTS_MAX 64
 #define PLAN_BUCKETS_MAX 16
 #define PLAN_TEXT_MAX 65536
@@ -30,6 +30,7 @@ enum kernel_id {
   KERNEL_ROUTER,
   KERNEL_PACK,
   KERNEL_EXCHANGE,
+  KERNEL_DISPATCH,       /* fused: router, pack and the way out; in plans that plan_fuses, with: */
   KERNEL_EXPERT_INDEX,
   KERNEL_EXPERT_PREPARE,
   KERNEL_GATE_UP,
@@ -41,6 +42,7 @@ enum kernel_id {
   KERNEL_OWNER_REDUCE,
   KERNEL_COMBINE,
   KERNEL_COMBINE_RING,
+  KERNEL_RETURN_COMBINE, /* fused: the way home and combine */
   KERNEL_FILL,
   KERNEL_COUNT
 };
@@ -94,6 +96,9 @@ const struct plan_bucket *plan_bucket_for(const struct plan *plan, int64_t recei
 
 /* Whether a kernel computes experts in tiles of received rows: gate_up, down and both forms of experts. */
 int plan_is_gemm(int32_t kernel);
+
+/* Whether the plan has the kernels of the fused pipeline: where experts add the rows' sums themselves. */
+int plan_fuses(const struct plan *plan);
 
 /* The n-th variant of a kernel in file order, NULL when there is none. */
 const struct plan_variant *plan_variant(const struct plan *plan, enum kernel_id kernel, int n);

@@ -25,7 +25,7 @@ typedef unsigned long long uint64_t;
 #endif
 #endif
 
-#define MOEFLOW_PROTOCOL 1u /* meaning of rows, headers and phases; part of the ranks' fingerprint */
+#define MOEFLOW_PROTOCOL 2u /* meaning of rows, headers and phases; part of the ranks' fingerprint */
 
 /* ---- The packed row: [header][hidden][scales], each part padded to 128 bytes ---- */
 
@@ -97,7 +97,8 @@ struct moeflow_lane { /* device memory; epoch is bumped by combine, the last ker
   uint32_t epoch;
   uint32_t poison; /* enum moeflow_poison; every kernel returns at once when it is set */
   uint32_t steps;  /* eager steps ended since creation, copied into the record */
-  uint32_t reserved[29];
+  uint32_t returning; /* fused: the epoch, for return_combine, whose other blocks read it while one bumps the word above */
+  uint32_t reserved[28];
 };
 
 struct moeflow_record { /* pinned host memory, one per lane; read by moeflow_poll */
@@ -114,6 +115,29 @@ struct moeflow_record { /* pinned host memory, one per lane; read by moeflow_pol
   uint32_t mine;
   uint32_t theirs;
   uint32_t reserved[20];
+};
+
+/* ---- Flags of one-sided transports ----
+ * A rank's flag block of a lane: for each phase and source `words` epochs, then a poison mark by source. Block c of a grid of G
+ * raises words c, c + G, ... at every peer once what it stored there can be seen, so that nobody counts blocks; who waits,
+ * waits for all words of all sources. An epoch is up when it is the step's or a later one, across the wrap. */
+
+MOEFLOW_FN int64_t moeflow_flag_at(int phase, int source, int ranks, int words) { /* of the source's first word */
+  return ((phase == MOEFLOW_PHASE_RETURN ? ranks : 0) + (int64_t)source) * words;
+}
+MOEFLOW_FN int64_t moeflow_mark_at(int source, int ranks, int words) { return 2 * (int64_t)ranks * words + source; }
+MOEFLOW_FN int64_t moeflow_flag_block(int ranks, int words) { return moeflow_mark_at(ranks, ranks, words); } /* its words */
+
+/* How a kernel tells its peers and awaits them. */
+struct moeflow_peers {
+  uint32_t *const *peer_flags;    /* [ranks], device memory: each rank's flag block */
+  uint32_t *flags;                /* mine */
+  const volatile uint32_t *abort; /* host memory; non-zero ends a wait */
+  uint64_t timeout_ns;
+  int32_t words;                  /* at least the blocks of any grid that raises flags */
+  int32_t rank;
+  int32_t ranks;
+  int32_t reserved;
 };
 
 /* ---- Work lists on the owner ----
@@ -193,6 +217,13 @@ MOEFLOW_FN int64_t moeflow_experts_stage_bytes(int tile_tokens, int tile_rows, i
 }
 MOEFLOW_FN int64_t moeflow_experts_shared_bytes(int tile_tokens, int tile_rows, int tile_depth, int stages) {
   return stages * moeflow_experts_stage_bytes(tile_tokens, tile_rows, tile_depth) + 1024;
+}
+
+/* Shared memory in which the experts kernel makes its lists, before the ring needs it (with `fused`): the local slot of each
+ * entry, counts by warp and expert, offsets and first tiles by expert. */
+#define MOEFLOW_FUSED_ENTRIES_MAX 8192 /* beyond, one block after the other does what several kernels do side by side */
+MOEFLOW_FN int64_t moeflow_fused_shared_bytes(int64_t entries, int local_experts, int threads) {
+  return (entries + 1) / 2 * 4 + ((int64_t)local_experts * (threads / 32) + 1) / 2 * 4 + (2 * (int64_t)local_experts + 1) * 4;
 }
 
 /* ---- Packed weights: what experts_stream reads ----
@@ -278,17 +309,18 @@ struct moeflow_pack_params {
   int32_t reserved;
 };
 
-struct moeflow_exchange_params { /* local transport: raise my flag at every peer, await theirs */
+struct moeflow_exchange_params { /* one-sided transports: raise my flags at every peer, await theirs */
   struct moeflow_lane *lane;
   struct moeflow_record *record;
-  uint32_t *const *peer_flags;    /* [ranks]: each peer's flag block, uint32 [3][ranks] */
-  uint32_t *flags;                /* mine: [0] dispatch, [1] return: epoch by source; [2]: poison by source */
-  const volatile uint32_t *abort; /* host memory; non-zero ends the wait */
-  uint64_t timeout_ns;
-  int32_t phase;                  /* MOEFLOW_PHASE_DISPATCH or _RETURN */
-  int32_t rank;
-  int32_t ranks;
+  struct moeflow_peers peers;
+  int32_t phase; /* MOEFLOW_PHASE_DISPATCH or _RETURN */
   int32_t reserved;
+};
+
+struct moeflow_dispatch_params { /* fused: router, pack and flags in one launch */
+  struct moeflow_pack_params pack;     /* its ids and weights count without logits */
+  struct moeflow_router_params router; /* logits: NULL without */
+  struct moeflow_peers peers;
 };
 
 struct moeflow_expert_index_params { /* headers checked; entries counted per chunk of rows and local expert */
@@ -340,10 +372,10 @@ struct moeflow_down_params {
 struct moeflow_experts_params { /* both forms of the experts kernel: experts (plain weights) and experts_stream (packed) */
   struct moeflow_lane *lane;
   struct moeflow_rows_in in;
-  const int32_t *entries;
-  const struct moeflow_tile *tiles;
-  const int32_t *tile_count;
-  const int32_t *entry_count; /* [1]: entries of all tiles */
+  int32_t *entries; /* the lists; with `fused` the kernel makes them itself */
+  struct moeflow_tile *tiles;
+  int32_t *tile_count;
+  int32_t *entry_count; /* [1]: entries of all tiles */
   const struct moeflow_tensor_map *gate_up; /* [local_experts], device memory; experts_stream: NULL */
   const struct moeflow_tensor_map *down;
   struct moeflow_matrix gate_up_packed; /* experts_stream: fragments, as pack_weights leaves them */
@@ -355,10 +387,16 @@ struct moeflow_experts_params { /* both forms of the experts kernel: experts (pl
   int32_t tiles_max;     /* of `control` */
   int32_t up_first;      /* experts: each 8 up rows stand before their gate rows */
   /* experts alone, and only with `sum`: owner_reduce's work, with the same meaning; `outputs` then holds nothing of use */
-  const int32_t *positions;
+  int32_t *positions;
   struct moeflow_rows_out out;
   int32_t sum;
   int32_t write_empty;
+  /* experts alone, and only with `fused`: the work of both exchanges, expert_index and expert_prepare, with the same meaning */
+  struct moeflow_record *record;
+  int64_t *expert_load;
+  struct moeflow_peers peers;
+  int32_t local_experts;
+  int32_t fused;
 };
 
 struct moeflow_pack_weights_params { /* plain weights to fragments: one launch for gate_up, one for down */
@@ -408,6 +446,11 @@ struct moeflow_combine_params {
   int32_t eager;           /* 0 in a captured step: the host does not know of its replays */
 };
 
+struct moeflow_return_combine_params { /* fused: the wait for returned rows and combine */
+  struct moeflow_combine_params combine;
+  struct moeflow_peers peers;
+};
+
 struct moeflow_fill_params { /* counter-based test values; random.h has the rule */
   uint16_t *out; /* [experts][rows][columns] bf16 */
   uint64_t seed;
@@ -430,17 +473,20 @@ MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_record) == 128, "record");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_tile) == 16, "tile");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_router_params) == 48, "router");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_pack_params) == 112, "pack");
-MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_exchange_params) == 64, "exchange");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_peers) == 48, "peers");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_exchange_params) == 72, "exchange");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_dispatch_params) == 208, "dispatch");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_expert_index_params) == 64, "expert_index");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_expert_prepare_params) == 104, "expert_prepare");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_gate_up_params) == 120, "gate_up");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_down_params) == 72, "down");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_control) == 384, "experts control");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_tensor_map) == 128, "tensor map");
-MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_params) == 224, "experts");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_params) == 296, "experts");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_pack_weights_params) == 64, "pack_weights");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_identity_params) == 72, "identity");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_owner_reduce_params) == 88, "owner_reduce");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_combine_params) == 72, "combine");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_return_combine_params) == 120, "return_combine");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_fill_params) == 48, "fill");
 #endif

@@ -64,30 +64,36 @@ struct SumChoices { /* choices in order, weighted here */
   }
 };
 
-/* A poisoned step gives NaN, never stale data, and ends like any other. */
+/* One token's output. A poisoned step gives NaN, never stale data. All threads of a block; with several tokens, their barriers
+ * keep the shared words apart. */
 template <class Model, class Variant, class Sum>
-__device__ __forceinline__ void combine_with(const moeflow_combine_params &params) {
+__device__ __forceinline__ void combine_token(const moeflow_combine_params &params, int token, bool poison) {
   __shared__ int32_t places[Model::top_k];
   __shared__ OwnerList owners;
+  uint8_t *out = params.out + static_cast<int64_t>(token) * Model::hidden * 2;
+  if (poison) {
+    const uint32_t nan = bf16_quiet_nan * 0x10001u;
+    for (int i = threadIdx.x; i < Model::hidden / 8; i += Variant::threads) {
+      reinterpret_cast<uint4 *>(out)[i] = {nan, nan, nan, nan};
+    }
+    return;
+  }
+  __syncthreads();
+  if (threadIdx.x < Model::top_k) {
+    places[threadIdx.x] = params.token_places[static_cast<int64_t>(token) * Model::top_k + threadIdx.x];
+  }
+  list_owners<Model::top_k>(places, Sum::start(params), params.ranks, owners);
+  for (int column = threadIdx.x * 8; column < Model::hidden; column += Variant::threads * 8) {
+    store_eight<false>(out, column, scaled<Model>(Sum::template sum<Model>(params, owners, places, token, column)));
+  }
+}
+
+/* A poisoned step ends like any other. */
+template <class Model, class Variant, class Sum>
+__device__ __forceinline__ void combine_with(const moeflow_combine_params &params) {
   const int token = blockIdx.x;
   const bool poison = block_poisoned(params.lane);
-  if (token < params.tokens) {
-    uint8_t *out = params.out + static_cast<int64_t>(token) * Model::hidden * 2;
-    if (poison) {
-      const uint32_t nan = bf16_quiet_nan * 0x10001u;
-      for (int i = threadIdx.x; i < Model::hidden / 8; i += Variant::threads) {
-        reinterpret_cast<uint4 *>(out)[i] = {nan, nan, nan, nan};
-      }
-    } else {
-      if (threadIdx.x < Model::top_k) {
-        places[threadIdx.x] = params.token_places[static_cast<int64_t>(token) * Model::top_k + threadIdx.x];
-      }
-      list_owners<Model::top_k>(places, Sum::start(params), params.ranks, owners);
-      for (int column = threadIdx.x * 8; column < Model::hidden; column += Variant::threads * 8) {
-        store_eight<false>(out, column, scaled<Model>(Sum::template sum<Model>(params, owners, places, token, column)));
-      }
-    }
-  }
+  if (token < params.tokens) combine_token<Model, Variant, Sum>(params, token, poison);
   if (token == 0 && threadIdx.x == 0) finish_step(params.lane, params.record, params.eager);
 }
 

@@ -2,64 +2,9 @@
 #ifndef MOEFLOW_EXPERT_INDEX_CUH
 #define MOEFLOW_EXPERT_INDEX_CUH
 
-#include "lane.cuh"
-#include "row.cuh"
+#include "header.cuh"
 
 namespace moeflow {
-
-__device__ __forceinline__ uint32_t header_fault(const moeflow_row_header &header, uint32_t epoch, int tokens_max) {
-  if (header.epoch != epoch) return MOEFLOW_POISON_EPOCH;
-  if (header.tokens_max != static_cast<uint32_t>(tokens_max)) return MOEFLOW_POISON_TOKENS_MAX;
-  if (header.flags & MOEFLOW_ROW_POISONED) return MOEFLOW_POISON_PEER;
-  return MOEFLOW_POISON_NONE;
-}
-
-__device__ __forceinline__ void raise_header_fault(moeflow_lane *lane, moeflow_record *record,
-                                                   const moeflow_row_header &header, int source, int tokens_max) {
-  Cause cause = {header_fault(header, lane->epoch, tokens_max), static_cast<uint32_t>(source), MOEFLOW_PHASE_DISPATCH, 0, 0};
-  if (cause.poison == MOEFLOW_POISON_EPOCH) {
-    cause.mine = lane->epoch;
-    cause.theirs = header.epoch;
-  } else if (cause.poison == MOEFLOW_POISON_TOKENS_MAX) {
-    cause.mine = tokens_max;
-    cause.theirs = header.tokens_max;
-  }
-  raise_poison(lane, record, cause);
-}
-
-/* Row 0's header of every source: the lowest source at fault poisons the lane, the highest one that failed is recorded. */
-template <class Model, class Variant>
-__device__ __forceinline__ void check_headers(const moeflow_expert_index_params &params) {
-  __shared__ int faulty;
-  __shared__ int failed;
-  const moeflow_rows_in &in = params.in;
-  const uint32_t epoch = params.lane->epoch;
-  if (threadIdx.x == 0) {
-    faulty = in.ranks;
-    failed = -1;
-    store_system(&params.record->received, epoch);
-  }
-  __syncthreads();
-  for (int source = threadIdx.x; source < in.ranks; source += Variant::threads) {
-    const moeflow_row_header header = load_header(row_in(in, source, 0, Row<Model>::bytes));
-    if (header_fault(header, epoch, in.tokens_max)) {
-      atomicMin(&faulty, source);
-    } else if (header.flags & MOEFLOW_ROW_FAILED) {
-      atomicMax(&failed, source);
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  if (failed >= 0) {
-    store_system(&params.record->failed_step, epoch);
-    fence_system();
-    store_system(&params.record->failed_peer, failed + 1);
-  }
-  if (faulty < in.ranks) {
-    const moeflow_row_header header = load_header(row_in(in, faulty, 0, Row<Model>::bytes));
-    raise_header_fault(params.lane, params.record, header, faulty, in.tokens_max);
-  }
-}
 
 template <class Model, class Variant>
 __device__ __forceinline__ void expert_index(const moeflow_expert_index_params &params) {
@@ -76,7 +21,7 @@ __device__ __forceinline__ void expert_index(const moeflow_expert_index_params &
   __syncthreads();
   int32_t *out = params.chunk_counts + static_cast<int64_t>(blockIdx.x) * params.local_experts;
   for (int i = threadIdx.x; i < params.local_experts; i += Variant::threads) out[i] = counts[i];
-  if (blockIdx.x == 0) check_headers<Model, Variant>(params);
+  if (blockIdx.x == 0) check_headers<Model, Variant::threads>(params.in, params.lane, params.record);
 }
 
 }  // namespace moeflow

@@ -4,10 +4,17 @@
 #ifndef MOEFLOW_EXPERTS_CUH
 #define MOEFLOW_EXPERTS_CUH
 
+#include "experts_arrival.cuh"
 #include "experts_sums.cuh"
 #include "lane.cuh"
 
 namespace moeflow {
+
+/* Fused: whatever became of this block's work, its peers are told. The first warp of the consumers, or of a block that stops. */
+__device__ __forceinline__ void tell_peers(const moeflow_experts_params &params) {
+  const uint32_t poison = params.lane->poison;
+  raise_flags(params.peers, MOEFLOW_PHASE_RETURN, params.lane->epoch, __reduce_max_sync(full_warp, poison));
+}
 
 template <class Model, class Variant>
 __device__ __forceinline__ void experts(const moeflow_experts_params &params) {
@@ -18,15 +25,27 @@ __device__ __forceinline__ void experts(const moeflow_experts_params &params) {
   if (threadIdx.x == 0) ring.init();
   await_dependencies(); /* nothing that another kernel wrote is read before this */
   const Control control(params.control, params.tiles_max);
+  Lists lists = {0, 0};
+  if (params.fused) {
+    lists = await_rows<Model, Variant::threads>(params, Variant::tile_tokens, dynamic_shared());
+    fence_async_shared(); /* bulk copies will write where the lists were made */
+  }
   /* One thread answers for the block, since the host may poison the lane at any moment; and a block that takes a ticket goes on,
    * or others would wait for it for ever. */
-  const bool stop = threadIdx.x == 0 && poisoned(params.lane);
+  const bool stop = threadIdx.x == 0 && (poisoned(params.lane) || lists.tiles < 0);
   const int first_ticket = threadIdx.x == 0 && !stop ? control.take() : 0;
   if (threadIdx.x == 32) {
     const int rows = params.sum ? params.in.ranks * params.in.rows : 0;
-    schedule.init(*params.tile_count, static_cast<int>(gridDim.x), rows, *params.entry_count);
+    if (params.fused) {
+      schedule.init(lists.tiles, static_cast<int>(gridDim.x), rows, lists.entries);
+    } else {
+      schedule.init(*params.tile_count, static_cast<int>(gridDim.x), rows, *params.entry_count);
+    }
   }
-  if (__syncthreads_or(stop)) return;
+  if (__syncthreads_or(stop)) {
+    if (params.fused && threadIdx.x < 32) tell_peers(params);
+    return;
+  }
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
     if (warp == 0) {
@@ -36,7 +55,11 @@ __device__ __forceinline__ void experts(const moeflow_experts_params &params) {
     }
     control.template clear_next<128>(params.tiles_max);
   } else {
-    Consumer<Model, Variant>{params, ring, schedule, control, warp / 4 - 1}.run();
+    const Consumer<Model, Variant> consumer = {params, ring, schedule, control, warp / 4 - 1};
+    consumer.run();
+    if (!params.fused) return;
+    named_barrier(Consumer<Model, Variant>::barrier, Consumer<Model, Variant>::threads); /* all rows are stored */
+    if (warp == 4) tell_peers(params);
   }
 }
 

@@ -9,13 +9,16 @@
 
 namespace moeflow {
 
-/* Where choice k of a token goes, -1 = nowhere: a bad id, a weight of exactly 0, or an expert that nobody owns. */
+/* What the caller gave for the token's choice k. */
 template <class Model>
-__device__ __forceinline__ int32_t choice_place(const moeflow_pack_params &params, int token, int k) {
-  const int64_t choice = static_cast<int64_t>(token) * Model::top_k + k;
-  const int64_t id =
-      params.ids_int64 ? static_cast<const int64_t *>(params.ids)[choice] : static_cast<const int32_t *>(params.ids)[choice];
-  if (id < 0 || id >= Model::experts || params.weights[choice] == 0.0f) return MOEFLOW_PLACE_NONE;
+__device__ __forceinline__ int64_t given_id(const moeflow_pack_params &params, int64_t choice) {
+  return params.ids_int64 ? static_cast<const int64_t *>(params.ids)[choice] : static_cast<const int32_t *>(params.ids)[choice];
+}
+
+/* Where a choice goes, -1 = nowhere: a bad id, a weight of exactly 0, or an expert that nobody owns. */
+template <class Model>
+__device__ __forceinline__ int32_t choice_place(const moeflow_pack_params &params, int token, int64_t id, float weight) {
+  if (id < 0 || id >= Model::experts || weight == 0.0f) return MOEFLOW_PLACE_NONE;
   const int32_t *replicas = params.places + id * params.replicas;
   uint32_t count = 0;
   while (count < static_cast<uint32_t>(params.replicas) && replicas[count] >= 0) count++;
@@ -29,10 +32,11 @@ constexpr int header_words = 4 + 2 * Model::top_k;
 template <class Model>
 constexpr int header_vectors = (header_words<Model> + 3) / 4;
 
-/* Header, ids and weights into shared `words`, padded with zeros to whole vectors; places and weights kept for combine. */
+/* Header, ids and weights into shared `words`, padded with zeros to whole vectors; places and weights kept for combine. Thread k
+ * brings choice k of a token that is live. */
 template <class Model>
-__device__ __forceinline__ void stage_header(const moeflow_pack_params &params, bool poison, int token, int tokens,
-                                             uint32_t *words) {
+__device__ __forceinline__ void stage_header(const moeflow_pack_params &params, bool poison, int token, int tokens, int64_t id,
+                                             float weight, uint32_t *words) {
   const int i = threadIdx.x;
   if (i == 0) {
     words[0] = params.lane->epoch;
@@ -43,14 +47,33 @@ __device__ __forceinline__ void stage_header(const moeflow_pack_params &params, 
   if (i < header_vectors<Model> * 4 - header_words<Model>) words[header_words<Model> + i] = 0;
   if (i >= Model::top_k) return;
   const bool live = token < tokens;
-  const int64_t choice = static_cast<int64_t>(token) * Model::top_k + i;
-  const int32_t place = live ? choice_place<Model>(params, token, i) : MOEFLOW_PLACE_NONE;
-  const float weight = live ? params.weights[choice] : 0.0f;
+  const int32_t place = live ? choice_place<Model>(params, token, id, weight) : MOEFLOW_PLACE_NONE;
   words[4 + i] = static_cast<uint32_t>(place);
-  words[4 + Model::top_k + i] = __float_as_uint(weight);
+  words[4 + Model::top_k + i] = __float_as_uint(live ? weight : 0.0f);
   if (!live) return;
+  const int64_t choice = static_cast<int64_t>(token) * Model::top_k + i;
   params.token_places[choice] = place;
   params.token_weights[choice] = weight;
+}
+
+/* The header to all peers. */
+template <class Model, class Variant>
+__device__ __forceinline__ void send_header(const moeflow_pack_params &params, int token, const uint4 *header) {
+  const int lane = threadIdx.x % 32;
+  for (int peer = threadIdx.x / 32; peer < params.ranks; peer += Variant::threads / 32) {
+    uint4 *to = reinterpret_cast<uint4 *>(row_out(params.out, peer, token, Row<Model>::bytes));
+    if (lane < header_vectors<Model>) to[lane] = header[lane];
+  }
+}
+
+template <class Model>
+__device__ __forceinline__ const uint4 *token_hidden(const moeflow_pack_params &params, int token) {
+  return reinterpret_cast<const uint4 *>(params.hidden) + static_cast<int64_t>(token) * (Model::hidden / 8);
+}
+/* Where the hidden state goes for an owner. */
+template <class Model>
+__device__ __forceinline__ uint4 *hidden_out(const moeflow_pack_params &params, int owner, int token) {
+  return reinterpret_cast<uint4 *>(row_out(params.out, owner, token, Row<Model>::bytes) + Row<Model>::hidden);
 }
 
 template <class Model, class Variant>
@@ -65,18 +88,15 @@ __device__ __forceinline__ void pack(const moeflow_pack_params &params) {
   if (poison && params.out.block_bytes == 0) return; /* one-sided: peers may still read the last step's row 0 */
 
   uint32_t *words = reinterpret_cast<uint32_t *>(header);
-  stage_header<Model>(params, poison, token, tokens, words);
+  const int64_t choice = static_cast<int64_t>(token) * Model::top_k + threadIdx.x;
+  const bool brings = threadIdx.x < Model::top_k && token < tokens;
+  stage_header<Model>(params, poison, token, tokens, brings ? given_id<Model>(params, choice) : -1,
+                      brings ? params.weights[choice] : 0.0f, words);
   list_owners<Model::top_k>(reinterpret_cast<const int32_t *>(words + 4), 0, params.ranks, owners);
-
-  const int lane = threadIdx.x % 32;
-  for (int peer = threadIdx.x / 32; peer < params.ranks; peer += Variant::threads / 32) {
-    uint4 *to = reinterpret_cast<uint4 *>(row_out(params.out, peer, token, Row<Model>::bytes));
-    if (lane < header_vectors<Model>) to[lane] = header[lane];
-  }
-  const uint4 *hidden = reinterpret_cast<const uint4 *>(params.hidden) + static_cast<int64_t>(token) * (Model::hidden / 8);
+  send_header<Model, Variant>(params, token, header);
+  const uint4 *hidden = token_hidden<Model>(params, token);
   for (int i = 0; i < owners.count; i++) {
-    uint8_t *row = row_out(params.out, owners.owner[i], token, Row<Model>::bytes);
-    uint4 *to = reinterpret_cast<uint4 *>(row + Row<Model>::hidden);
+    uint4 *to = hidden_out<Model>(params, owners.owner[i], token);
     for (int j = threadIdx.x; j < Model::hidden / 8; j += Variant::threads) to[j] = hidden[j];
   }
 }

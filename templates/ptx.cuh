@@ -11,6 +11,7 @@ constexpr unsigned full_warp = 0xffffffffu;
 
 #ifdef MOEFLOW_EMULATED
 
+#define MOEFLOW_CALL inline
 typedef uint64_t shared_address;
 
 __device__ inline unsigned char *dynamic_shared() {
@@ -82,6 +83,7 @@ __device__ inline float4 load_l2_if(const float *from, bool wanted) {
 }
 __device__ inline void prefetch_line(const void *) {}
 __device__ inline void launch_dependents() {}
+__device__ inline void await_dependencies() {}
 __device__ inline uint64_t global_timer() {
   return emulator::global_timer();
 }
@@ -91,6 +93,7 @@ __device__ inline void sleep_ns(unsigned) {
 
 #else
 
+#define MOEFLOW_CALL __noinline__ /* a real call, with registers of its own */
 typedef uint32_t shared_address;
 
 __device__ __forceinline__ unsigned char *dynamic_shared() {
@@ -212,6 +215,12 @@ __device__ __forceinline__ void prefetch_line(const void *at) {
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+/* Until the kernel before has ended and all it wrote can be seen; nothing in a kernel that was launched without the attribute. */
+__device__ __forceinline__ void await_dependencies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ uint64_t global_timer() {

@@ -42,13 +42,6 @@ __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-/* ---- Programmatic dependent launch: does nothing in a kernel that was launched without ---- */
-
-/* Until the kernel before has ended and all it wrote can be seen. */
-__device__ __forceinline__ void await_dependencies() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 /* ---- Bulk tensor copies ---- */
 
 /* True in one lane of a whole warp, which the compiler knows: a copy that some other condition guards is wrapped in a loop over

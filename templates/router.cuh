@@ -23,12 +23,17 @@ __device__ __forceinline__ bool better(const Best &a, const Best &b) {
   return a.value > b.value || (a.value == b.value && a.id < b.id);
 }
 
-__device__ __forceinline__ Best warp_best(Best mine) {
-  for (int distance = 16; distance > 0; distance /= 2) {
-    const Best other = {__shfl_xor_sync(full_warp, mine.value, distance), __shfl_xor_sync(full_warp, mine.id, distance)};
-    if (better(other, mine)) mine = other;
-  }
-  return mine;
+/* A float as a number that orders like it; both zeros are the same one. */
+__device__ __forceinline__ uint32_t ordered(float value) {
+  const uint32_t bits = __float_as_uint(value + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ Best warp_best(const Best &mine) {
+  const uint32_t value = ordered(mine.value);
+  const uint32_t most = __reduce_max_sync(full_warp, value);
+  const uint32_t id = value == most ? static_cast<uint32_t>(mine.id) : ~0u;
+  return {__uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most), static_cast<int>(__reduce_min_sync(full_warp, id))};
 }
 __device__ __forceinline__ float warp_max(float value) {
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -153,19 +158,18 @@ __device__ __forceinline__ float weight_of(float score) {
   return score * Model::scale;
 }
 
-template <class Model, class Variant>
-__device__ __forceinline__ void router(const moeflow_router_params &params) {
-  constexpr int warps = Variant::threads / 32;
-  constexpr bool grouped = Model::groups > 1 && Model::top_groups < Model::groups;
-  __shared__ float all_values[warps][Model::experts];
-  __shared__ float all_groups[warps][grouped ? Model::groups : 1];
-  if (block_poisoned(params.lane)) return;
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int token = blockIdx.x * warps + warp;
-  if (token >= params.tokens) return;
+struct Choice { /* lane k's */
+  int id;       /* -1: none */
+  float weight; /* then 0 */
+};
 
-  float *values = all_values[warp];
+template <class Model>
+constexpr bool router_grouped = Model::groups > 1 && Model::top_groups < Model::groups;
+
+/* A whole warp chooses a token's experts. `values` and `groups` are the warp's own: shared, E floats, and as many as groups. */
+template <class Model>
+__device__ __forceinline__ Choice route(const moeflow_router_params &params, int token, float *values, float *groups) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   const Softmax softmax = softmax_of<Model>(params, token, lane);
   for (int i = lane; i < Model::experts; i += 32) {
     const float value = logit<Model>(params, token, i);
@@ -174,14 +178,31 @@ __device__ __forceinline__ void router(const moeflow_router_params &params) {
     values[i] = score > -infinity() ? score : -infinity(); /* a NaN bias excludes as well */
   }
   __syncwarp();
-  if constexpr (grouped) limit_groups<Model>(values, all_groups[warp], lane);
+  if constexpr (router_grouped<Model>) limit_groups<Model>(values, groups, lane);
   const int chosen = choose<Model>(values, lane);
   const float score = chosen >= 0 ? score_of<Model>(logit<Model>(params, token, chosen), softmax) : 0.0f;
-  const float weight = weight_of<Model>(score);
+  return {chosen, weight_of<Model>(score)};
+}
+
+template <class Model>
+__device__ __forceinline__ void store_choice(const moeflow_router_params &params, int token, const Choice &choice) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   if (lane >= Model::top_k) return;
-  const int64_t choice = static_cast<int64_t>(token) * Model::top_k + lane;
-  params.ids[choice] = chosen;
-  params.weights[choice] = weight;
+  const int64_t at = static_cast<int64_t>(token) * Model::top_k + lane;
+  params.ids[at] = choice.id;
+  params.weights[at] = choice.weight;
+}
+
+template <class Model, class Variant>
+__device__ __forceinline__ void router(const moeflow_router_params &params) {
+  constexpr int warps = Variant::threads / 32;
+  __shared__ float values[warps][Model::experts];
+  __shared__ float groups[warps][router_grouped<Model> ? Model::groups : 1];
+  if (block_poisoned(params.lane)) return;
+  const int warp = threadIdx.x / 32;
+  const int token = blockIdx.x * warps + warp;
+  if (token >= params.tokens) return;
+  store_choice<Model>(params, token, route<Model>(params, token, values[warp], groups[warp]));
 }
 
 }  // namespace moeflow

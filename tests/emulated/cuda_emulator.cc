@@ -314,6 +314,18 @@ unsigned warp_match(Site site, unsigned mask, int value) {
   return bits;
 }
 
+unsigned warp_max(Site site, unsigned mask, unsigned value) {
+  check_mask(site, mask);
+  const unsigned char *lanes = warp_gather(site, &value, sizeof value);
+  unsigned most = 0;
+  for (int i = 0; i < 32; i++) {
+    unsigned other;
+    memcpy(&other, lanes + i * lane_bytes, sizeof other);
+    if (other > most) most = other;
+  }
+  return most;
+}
+
 unsigned char *dynamic_shared() {
   return block.shared;
 }

@@ -98,6 +98,7 @@ T warp_read_below(Site site, unsigned mask, T value, int distance) {
 }
 unsigned warp_ballot(Site site, unsigned mask, bool value);
 unsigned warp_match(Site site, unsigned mask, int value);
+unsigned warp_max(Site site, unsigned mask, unsigned value);
 
 template <class T>
 T change(T *to, const std::function<T(T)> &next) {
@@ -117,6 +118,8 @@ T change(T *to, const std::function<T(T)> &next) {
 #define __shfl_up_sync(mask, value, distance) emulator::warp_read_below(EMULATED_SITE, mask, value, distance)
 #define __ballot_sync(mask, value) emulator::warp_ballot(EMULATED_SITE, mask, value)
 #define __match_any_sync(mask, value) emulator::warp_match(EMULATED_SITE, mask, value)
+#define __reduce_max_sync(mask, value) emulator::warp_max(EMULATED_SITE, mask, value)
+#define __reduce_min_sync(mask, value) (~emulator::warp_max(EMULATED_SITE, mask, ~(value)))
 
 inline int __popc(unsigned value) {
   return __builtin_popcount(value);

@@ -14,6 +14,7 @@ struct Variant {
 };
 
 constexpr uint64_t second = 1000000000u;
+constexpr int words = 5;
 
 struct World {
   int ranks;
@@ -31,8 +32,8 @@ struct World {
   World(int count, uint32_t epoch) : ranks(count), peers(static_cast<size_t>(count)) {
     const size_t n = static_cast<size_t>(count);
     for (size_t r = 0; r < n; r++) {
-      flags.emplace_back(new Buffer<uint32_t>(3 * n));
-      for (size_t i = 0; i < 3 * n; i++) (*flags[r])[i] = i < 2 * n ? epoch - 1 : 0;
+      flags.emplace_back(new Buffer<uint32_t>((2 * words + 1) * n));
+      for (size_t i = 0; i < flags[r]->size(); i++) (*flags[r])[i] = i < 2 * words * n ? epoch - 1 : 0;
       lanes.push_back(lane_at(epoch));
       records.push_back({});
       peers[r] = flags[r]->data();
@@ -41,12 +42,18 @@ struct World {
     read = mail;
   }
 
+  /* Word i of what rank `source` raises at `rank`, of the phase's block (0, 1); and its mark. */
+  uint32_t &flag(size_t rank, size_t block, size_t source, size_t i) {
+    return (*flags[rank])[(block * static_cast<size_t>(ranks) + source) * words + i];
+  }
+  uint32_t &mark(size_t rank, size_t source) {
+    return (*flags[rank])[2 * static_cast<size_t>(ranks) * words + source];
+  }
+
   void exchange(size_t rank, int phase) {
-    const moeflow_exchange_params params = {&lanes[rank], &records[rank],
-                                            peers.data(), flags[rank]->data(),
-                                            &abort,       timeout,
-                                            phase,        static_cast<int32_t>(rank),
-                                            ranks,        0};
+    const moeflow_peers all = {peers.data(), flags[rank]->data(),        &abort, timeout,
+                               words,        static_cast<int32_t>(rank), ranks,  0};
+    const moeflow_exchange_params params = {&lanes[rank], &records[rank], all, phase, 0};
     emulator::launch(1, 128, 0, [&] { moeflow::exchange<Model, Variant>(params); });
   }
 
@@ -96,10 +103,10 @@ void all_arrive(int ranks, uint32_t epoch) {
     EXPECT_EQUAL(world.lanes[r].poison, 0u);
     EXPECT_EQUAL(world.records[r].poison, 0u);
     EXPECT_EQUAL(world.records[r].reserved[0], 0u);
-    for (int s = 0; s < ranks; s++) {
-      EXPECT_EQUAL((*world.flags[r])[static_cast<size_t>(s)], epoch + 4);
-      EXPECT_EQUAL((*world.flags[r])[static_cast<size_t>(ranks + s)], epoch + 4);
-      EXPECT_EQUAL((*world.flags[r])[static_cast<size_t>(2 * ranks + s)], 0u);
+    for (size_t s = 0; s < static_cast<size_t>(ranks); s++) {
+      for (size_t i = 0; i < words; i++) EXPECT_EQUAL(world.flag(r, 0, s, i), epoch + 4);
+      for (size_t i = 0; i < words; i++) EXPECT_EQUAL(world.flag(r, 1, s, i), epoch + 4);
+      EXPECT_EQUAL(world.mark(r, s), 0u);
     }
   }
 }
@@ -117,7 +124,9 @@ void timeout() {
   World world(4, 10);
   world.timeout = second / 20;
   for (size_t r = 0; r < 4; r++) { /* one after another: no rank is late by chance, none hears of another's timeout first */
-    for (size_t p = 0; p < 4; p++) (*world.flags[r])[p] = p == 2 ? 9 : 10;
+    for (size_t p = 0; p < 4; p++) {
+      for (size_t i = 0; i < words; i++) world.flag(r, 0, p, i) = p == 2 && i == 3 ? 9 : 10; /* one block of its grid is missing */
+    }
   }
   for (size_t r = 0; r < 4; r++) {
     if (r == 2) continue;
@@ -127,10 +136,10 @@ void timeout() {
   World back(2, 10);
   back.timeout = second / 20;
   emulator::schedule = 0;
-  (*back.flags[0])[1] = 10; /* rank 1 dispatched, then fell silent */
+  for (size_t i = 0; i < words; i++) back.flag(0, 0, 1, i) = 10; /* rank 1 dispatched, then fell silent */
   back.step(0);
   check_cause(back, 0, MOEFLOW_POISON_TIMEOUT, 1, MOEFLOW_PHASE_RETURN, 10);
-  EXPECT_EQUAL((*back.flags[1])[2], 10u); /* it raised its own flag first */
+  EXPECT_EQUAL(back.flag(1, 1, 0, words - 1), 10u); /* it raised its own flag first */
 }
 
 void aborted() {
@@ -150,7 +159,7 @@ void poison_spreads() {
   check_cause(world, 0, MOEFLOW_POISON_PEER, 1, MOEFLOW_PHASE_DISPATCH, 4);
   check_cause(world, 2, MOEFLOW_POISON_PEER, 1, MOEFLOW_PHASE_DISPATCH, 4);
   EXPECT_EQUAL(world.lanes[1].poison, static_cast<uint32_t>(MOEFLOW_POISON_EPOCH));
-  EXPECT_EQUAL((*world.flags[0])[6 + 1], static_cast<uint32_t>(MOEFLOW_POISON_EPOCH));
+  EXPECT_EQUAL(world.mark(0, 1), static_cast<uint32_t>(MOEFLOW_POISON_EPOCH));
 
   World second_hand(3, 4); /* rank 0 caught it from rank 1, which is the one to name */
   second_hand.lanes[0].poison = MOEFLOW_POISON_PEER;
@@ -161,8 +170,8 @@ void poison_spreads() {
   World alone(2, 9); /* the peer is not there at all */
   alone.lanes[0].poison = MOEFLOW_POISON_TIMEOUT;
   alone.step(0);
-  EXPECT_EQUAL((*alone.flags[1])[0], 9u);
-  EXPECT_EQUAL((*alone.flags[1])[2], 9u);
+  EXPECT_EQUAL(alone.flag(1, 0, 0, 0), 9u);
+  EXPECT_EQUAL(alone.flag(1, 1, 0, words - 1), 9u);
 }
 
 }  // namespace

@@ -107,7 +107,7 @@ struct World {
                                       0,
                                       0};
     const moeflow_exchange_params exchange = {
-        &lane, &record, peer_flags.data(), flags.data(), &abort, 1000000000u, MOEFLOW_PHASE_DISPATCH, 0, 1, 0};
+        &lane, &record, {peer_flags.data(), flags.data(), &abort, 1000000000u, 1, 0, 1, 0}, MOEFLOW_PHASE_DISPATCH, 0};
     const moeflow_expert_index_params index = {&lane, &record, in(), counts.data(), E, 0};
     const moeflow_expert_prepare_params prepare = {&lane,
                                                    in(),

@@ -139,8 +139,8 @@ void run_stream(Problem &problem, Packed &gate_up, Packed &down, ControlBlock &c
                 Results &results) {
   moeflow_lane lane = lane_at(1);
   Buffer<moeflow_tile> tiles(static_cast<size_t>(control.tiles_max));
-  const int32_t count = list_tiles(problem, Variant::tile_tokens, tiles);
-  const int32_t entry_count = problem.positions;
+  int32_t count = list_tiles(problem, Variant::tile_tokens, tiles);
+  int32_t entry_count = problem.positions;
   moeflow_experts_params params = {};
   params.lane = &lane;
   params.in = {problem.received->data(), problem.block_bytes, problem.rows, problem.ranks, 0, problem.rows};
@@ -274,7 +274,7 @@ void nothing_to_do() {
   using Model = Shape<64, 64, 0>;
   Case<Model> some(gate_then_up, false, 0, {2});
   moeflow_lane lane = lane_at(1);
-  const int32_t count = 0;
+  int32_t count = 0;
   moeflow_experts_params params = {};
   params.lane = &lane;
   params.tile_count = params.entry_count = &count;

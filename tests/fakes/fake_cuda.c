@@ -179,6 +179,8 @@ static size_t params_bytes(const char *kernel) {
       {"moeflow_router", sizeof(struct moeflow_router_params)},
       {"moeflow_pack", sizeof(struct moeflow_pack_params)},
       {"moeflow_exchange", sizeof(struct moeflow_exchange_params)},
+      {"moeflow_dispatch", sizeof(struct moeflow_dispatch_params)},
+      {"moeflow_return_combine", sizeof(struct moeflow_return_combine_params)},
       {"moeflow_expert_index", sizeof(struct moeflow_expert_index_params)},
       {"moeflow_expert_prepare", sizeof(struct moeflow_expert_prepare_params)},
       {"moeflow_gate_up", sizeof(struct moeflow_gate_up_params)},

@@ -16,7 +16,7 @@ struct fake_call {
   unsigned blocks, threads, shared_bytes;
   int early; /* it may be set up while the kernel before it ends */
   void *stream;
-  unsigned char params[256];
+  unsigned char params[384];
 };
 
 struct fake_stream {  /* what a CUstream points to; NULL is `legacy` */

@@ -15,7 +15,7 @@ static struct {
   int events;
   char kernel[SEEN_MAX][48]; /* of the last capture */
   unsigned blocks[SEEN_MAX];
-  unsigned char params[SEEN_MAX][256];
+  unsigned char params[SEEN_MAX][384];
   volatile uint32_t *gate;
   void (*launched)(const char *kernel, void *params); /* may be NULL: in place of what the kernel does */
 } seen;

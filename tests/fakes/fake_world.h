@@ -128,7 +128,8 @@ static void fake_begin(const struct spec *spec, const char *arch, struct plan *p
 UNUSED static void fake_plan(const struct spec *spec, const char *arch, struct plan *plan) {
   fake_begin(spec, arch, plan);
   for (int kernel = 0; kernel < KERNEL_COUNT; kernel++) {
-    if (kernel < KERNEL_EXPERTS || kernel > KERNEL_PACK_WEIGHTS) fake_variants(plan, kernel);
+    const int fused = kernel == KERNEL_DISPATCH || kernel == KERNEL_RETURN_COMBINE;
+    if (!fused && (kernel < KERNEL_EXPERTS || kernel > KERNEL_PACK_WEIGHTS)) fake_variants(plan, kernel);
   }
   plan->buckets[0] = (struct plan_bucket){64, 0, 0, PLAN_NONE, PLAN_NONE};
   plan->buckets[1] = (struct plan_bucket){0, 1, 1, PLAN_NONE, PLAN_NONE};

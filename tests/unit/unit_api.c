@@ -319,7 +319,7 @@ static void test_forward_joins(void) {
   JOINS(args.logits = logits, "not both");
   JOINS(args.ids_dtype = MOEFLOW_DTYPE_FLOAT32, "ids_dtype");
   JOINS(args.ids = (char *)ids + 2, "ids is at");
-  JOINS(args.flags = 4, "flags");
+  JOINS(args.flags = 8, "flags");
 #undef JOINS
   moeflow_forward_args args = MOEFLOW_FORWARD_ARGS_INIT;
   args.tokens = 4, args.hidden = hidden, args.out = out, args.ids = ids, args.weights = choice_weights;

@@ -171,6 +171,7 @@ static void test_refusals(void) {
 /* The last kernel of a step counts it as ended; moeflow_poll waits for that. */
 static void end_step(const char *kernel, void *params) {
   if (!strcmp(kernel, "moeflow_combine")) ((struct moeflow_combine_params *)params)->record->steps++;
+  if (!strcmp(kernel, "moeflow_return_combine")) ((struct moeflow_return_combine_params *)params)->combine.record->steps++;
 }
 
 static struct moeflow_experts_params captured_experts(int launch) {

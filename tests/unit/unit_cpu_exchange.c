@@ -28,8 +28,8 @@ static void reset(uint32_t epoch) {
 }
 
 static void exchange(int rank, enum moeflow_phase phase, uint64_t timeout_ns) {
-  const struct moeflow_exchange_params p = {&lanes[rank], &records[rank], peers, flags[rank], &give_up,
-                                            timeout_ns,   phase,          rank,  RANKS,       0};
+  const struct moeflow_exchange_params p = {
+      &lanes[rank], &records[rank], {peers, flags[rank], &give_up, timeout_ns, 1, rank, RANKS, 0}, phase, 0};
   cpu_exchange(NULL, &p);
 }
 

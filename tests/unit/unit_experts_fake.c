@@ -212,6 +212,17 @@ static const struct fake_call *find_launch(int from, const char *kernel, void *p
   return NULL;
 }
 
+/* The log from call `from` on: a fused step, whose kernels all wait for the one before by themselves, and nothing else. */
+static void expect_fused(int from, int64_t tokens) {
+  static const char *const names[] = {"moeflow_dispatch", "moeflow_experts", "moeflow_return_combine"};
+  EXPECT(cuda->call_count - from == 3, "%d calls", cuda->call_count - from);
+  for (int i = 0; i < 3 && from + i < cuda->call_count; i++) {
+    const struct fake_call *call = &cuda->calls[from + i];
+    EXPECT(!strcmp(call->kernel, names[i]) && call->early, "call %d is %s", i, call->kernel);
+    EXPECT(i == 1 || call->blocks == tokens, "%s: %u blocks, want %lld", names[i], call->blocks, (long long)tokens);
+  }
+}
+
 /* parts: of the outputs that owner_reduce adds; 0: the experts kernel adds them itself. */
 static void expect_lists(int from, int tile_tokens, int parts) {
   struct moeflow_expert_prepare_params prepare;
@@ -233,11 +244,10 @@ static void test_step(void) {
   EXPECT_OK(moeflow_forward(layer, &args));
   const struct fake_call *call = find_launch(from, "moeflow_experts", &experts, sizeof experts);
   EXPECT(call && call->blocks == 132 && call->threads == 384 && call->shared_bytes == 65536, "the persistent grid");
-  EXPECT(call && call->early, "it waits for the kernel before it by itself");
-  for (int i = from; i < cuda->call_count; i++) {
-    EXPECT(cuda->calls[i].early == !strcmp(cuda->calls[i].kernel, "moeflow_experts"), "%s does not", cuda->calls[i].kernel);
-  }
-  EXPECT(cuda->call_count - from == 7 && !find_launch(from, "moeflow_gate_up", any, 0), "in place of gate_up and down");
+  expect_fused(from, 5);
+  EXPECT(experts.fused && experts.local_experts == layer->local_experts && experts.record == lane->record_device);
+  EXPECT(experts.peers.flags == lane->flags && experts.peers.peer_flags == lane->peer_flags &&
+         experts.peers.words == group->flag_words && experts.peers.ranks == 1);
   EXPECT(experts.lane == lane->state && experts.in.base == lane->received && experts.in.rows == 8);
   EXPECT(experts.entries == lane->entries && experts.tiles == lane->tiles && experts.tile_count == lane->tile_count);
   EXPECT(experts.gate_up == layer->maps->gate_up && experts.down == layer->maps->down && experts.up_first == 0);
@@ -246,9 +256,18 @@ static void test_step(void) {
   EXPECT(experts.part_stride == 8 * K * H && 4 * experts.part_stride <= lane->outputs_max);
   EXPECT(experts.sum == 1 && experts.write_empty == 0 && experts.positions == lane->positions &&
          experts.out.targets == lane->return_targets);
+  args.flags = MOEFLOW_FORWARD_STEPWISE;
+  from = cuda->call_count;
+  EXPECT_OK(moeflow_forward(layer, &args));
+  EXPECT(cuda->call_count - from == 7 && !find_launch(from, "moeflow_gate_up", any, 0), "in place of gate_up and down");
+  EXPECT(find_launch(from, "moeflow_experts", &experts, sizeof experts) && !experts.fused && experts.sum);
+  for (int i = from; i < cuda->call_count; i++) {
+    EXPECT(cuda->calls[i].early == !strcmp(cuda->calls[i].kernel, "moeflow_experts"), "%s does not", cuda->calls[i].kernel);
+  }
   expect_lists(from, 8, 0);
 
   args = step_args(40, 40); /* 64 received rows: the second, with two blocks a multiprocessor */
+  args.flags = MOEFLOW_FORWARD_STEPWISE;
   from = cuda->call_count;
   EXPECT_OK(moeflow_forward(layer, &args));
   call = find_launch(from, "moeflow_experts", &experts, sizeof experts);

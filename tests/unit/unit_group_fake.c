@@ -152,8 +152,9 @@ static void test_step_local(void) {
   EXPECT(pack.out.targets[1] == lane->received + block);
   struct moeflow_exchange_params exchange;
   memcpy(&exchange, cuda->calls[from + 1].params, sizeof exchange);
-  EXPECT(exchange.phase == MOEFLOW_PHASE_DISPATCH && exchange.peer_flags[0] == peer->flags && exchange.flags == lane->flags);
-  EXPECT(exchange.timeout_ns == 2000000000u && *exchange.abort == 0);
+  EXPECT(exchange.phase == MOEFLOW_PHASE_DISPATCH && exchange.peers.peer_flags[0] == peer->flags &&
+         exchange.peers.flags == lane->flags);
+  EXPECT(exchange.peers.timeout_ns == 2000000000u && *exchange.peers.abort == 0);
   struct moeflow_expert_index_params index;
   memcpy(&index, cuda->calls[from + 2].params, sizeof index);
   EXPECT(index.in.base == lane->received && index.in.block_bytes == block && index.in.rows == 32 &&

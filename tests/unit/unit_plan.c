@@ -122,8 +122,8 @@ static void test_rules(void) {
   static const struct {
     const char *find, *put, *says;
   } edits[] = {
-      {"moeflow-plan 2", "moeflow-plan 1", "plan version 1; this library reads version 2"},
-      {"moeflow-plan 2", "moeflow-plan 3", "version 3"},
+      {"moeflow-plan 3", "moeflow-plan 2", "plan version 2; this library reads version 3"},
+      {"moeflow-plan 3", "moeflow-plan 4", "version 4"},
       {"arch sm_90a", "arch sm_90a/../x", "arch"},
       {"arch sm_90a", "arch compute_90", "arch"},
       {"arch sm_90a", "arch sm_90000000000000", "arch"},

@@ -39,7 +39,8 @@ static void legal_everywhere(void) {
       check_gemm(&draft, arch, KERNEL_DOWN, 1);
       for (int kernel = 0; kernel < KERNEL_COUNT; kernel++) {
         int optional = kernel == KERNEL_EXPERTS || kernel == KERNEL_EXPERTS_STREAM || kernel == KERNEL_PACK_WEIGHTS;
-        EXPECT(optional || plan_variant(&draft.plan, kernel, 0) != NULL);
+        const int fused = kernel == KERNEL_DISPATCH || kernel == KERNEL_RETURN_COMBINE;
+        EXPECT(optional || !plan_variant(&draft.plan, kernel, 0) == (fused && !plan_fuses(&draft.plan)));
       }
       EXPECT(plan_variant(&draft.plan, KERNEL_ROUTER, 0)->threads == (spec.experts > 1024 ? 32 : 128));
       for (int b = 0; b < draft.plan.bucket_count; b++) {

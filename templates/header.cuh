@@ -1,0 +1,66 @@
+/* What a received row 0 says of its source as a whole: the step, tokens_max, and whether it failed or is poisoned. */
+#ifndef MOEFLOW_HEADER_CUH
+#define MOEFLOW_HEADER_CUH
+
+#include "lane.cuh"
+#include "row.cuh"
+
+namespace moeflow {
+
+__device__ __forceinline__ uint32_t header_fault(const moeflow_row_header &header, uint32_t epoch, int tokens_max) {
+  if (header.epoch != epoch) return MOEFLOW_POISON_EPOCH;
+  if (header.tokens_max != static_cast<uint32_t>(tokens_max)) return MOEFLOW_POISON_TOKENS_MAX;
+  if (header.flags & MOEFLOW_ROW_POISONED) return MOEFLOW_POISON_PEER;
+  return MOEFLOW_POISON_NONE;
+}
+
+__device__ __forceinline__ void raise_header_fault(moeflow_lane *lane, moeflow_record *record,
+                                                   const moeflow_row_header &header, int source, int tokens_max) {
+  Cause cause = {header_fault(header, lane->epoch, tokens_max), static_cast<uint32_t>(source), MOEFLOW_PHASE_DISPATCH, 0, 0};
+  if (cause.poison == MOEFLOW_POISON_EPOCH) {
+    cause.mine = lane->epoch;
+    cause.theirs = header.epoch;
+  } else if (cause.poison == MOEFLOW_POISON_TOKENS_MAX) {
+    cause.mine = tokens_max;
+    cause.theirs = header.tokens_max;
+  }
+  raise_poison(lane, record, cause);
+}
+
+/* Row 0's header of every source: the lowest source at fault poisons the lane (false), the highest one that failed is recorded.
+ * All threads of a block; block 0 writes the record. Begins with a barrier behind its first stores. */
+template <class Model, int threads>
+__device__ __forceinline__ bool check_headers(const moeflow_rows_in &in, moeflow_lane *lane, moeflow_record *record) {
+  __shared__ int faulty;
+  __shared__ int failed;
+  const uint32_t epoch = lane->epoch;
+  if (threadIdx.x == 0) {
+    faulty = in.ranks;
+    failed = -1;
+    if (blockIdx.x == 0) store_system(&record->received, epoch);
+  }
+  __syncthreads();
+  for (int source = threadIdx.x; source < in.ranks; source += threads) {
+    const moeflow_row_header header = load_header(row_in(in, source, 0, Row<Model>::bytes));
+    if (header_fault(header, epoch, in.tokens_max)) {
+      atomicMin(&faulty, source);
+    } else if (header.flags & MOEFLOW_ROW_FAILED) {
+      atomicMax(&failed, source);
+    }
+  }
+  __syncthreads();
+  const bool sound = faulty == in.ranks;
+  if (threadIdx.x == 0 && blockIdx.x == 0 && failed >= 0) {
+    store_system(&record->failed_step, epoch);
+    fence_system();
+    store_system(&record->failed_peer, failed + 1);
+  }
+  if (threadIdx.x == 0 && !sound) {
+    const moeflow_row_header header = load_header(row_in(in, faulty, 0, Row<Model>::bytes));
+    raise_header_fault(lane, record, header, faulty, in.tokens_max);
+  }
+  return sound;
+}
+
+}  // namespace moeflow
+#endif

@@ -81,7 +81,8 @@ moeflow_status cpu_exchange(const struct cpu_call *call, const void *params) {
   const uint32_t poison = cpu_poisoned(p->lane);
   (void)call;
   if (poison) raise_words(peers, moeflow_mark_at(peers->rank, peers->ranks, peers->words), 1, poison);
-  raise_words(peers, moeflow_flag_at(p->phase, peers->rank, peers->ranks, peers->words), peers->words, p->lane->epoch);
+  raise_words(peers, moeflow_flag_at(p->phase, peers->rank, peers->ranks, peers->words), peers->words,
+              poison ? p->lane->epoch + MOEFLOW_FLAG_POISONED : p->lane->epoch);
   if (poison) return MOEFLOW_OK;
   const uint64_t begin = now_ns();
   for (int source = 0; source < peers->ranks; source++) {

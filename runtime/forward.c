@@ -411,7 +411,7 @@ static int can_fuse(const struct step *step) {
   return step->group->comm->ops->one_sided && step->kernel == KERNEL_EXPERTS && plan_fuses(&step->context->plan) &&
          !layer->separate_sums && layer->combine == MOEFLOW_COMBINE_PLAN && layer->local_experts > 0 && !step->args->flags &&
          step->entries <= MOEFLOW_FUSED_ENTRIES_MAX &&
-         moeflow_fused_shared_bytes(step->entries, layer->local_experts, variant->threads) <= variant->shared_bytes;
+         moeflow_fused_shared_bytes(step->entries, layer->local_experts) <= variant->shared_bytes;
 }
 
 static moeflow_status run_step(const struct step *step) {

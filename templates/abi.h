@@ -120,7 +120,11 @@ struct moeflow_record { /* pinned host memory, one per lane; read by moeflow_pol
 /* ---- Flags of one-sided transports ----
  * A rank's flag block of a lane: for each phase and source `words` epochs, then a poison mark by source. Block c of a grid of G
  * raises words c, c + G, ... at every peer once what it stored there can be seen, so that nobody counts blocks; who waits,
- * waits for all words of all sources. An epoch is up when it is the step's or a later one, across the wrap. */
+ * waits for all words of all sources. A word is up when it is the step's epoch or a later one, across the wrap. A poisoned
+ * rank's words are up for ever: it adds MOEFLOW_FLAG_POISONED, which no healthy rank comes near, and its mark says why. */
+
+#define MOEFLOW_FLAG_POISONED 0x40000000u
+#define MOEFLOW_FLAG_AHEAD 0x20000000 /* words that are so far ahead of the epoch are a poisoned rank's */
 
 MOEFLOW_FN int64_t moeflow_flag_at(int phase, int source, int ranks, int words) { /* of the source's first word */
   return ((phase == MOEFLOW_PHASE_RETURN ? ranks : 0) + (int64_t)source) * words;
@@ -219,11 +223,11 @@ MOEFLOW_FN int64_t moeflow_experts_shared_bytes(int tile_tokens, int tile_rows, 
   return stages * moeflow_experts_stage_bytes(tile_tokens, tile_rows, tile_depth) + 1024;
 }
 
-/* Shared memory in which the experts kernel makes its lists, before the ring needs it (with `fused`): the local slot of each
- * entry, counts by warp and expert, offsets and first tiles by expert. */
+/* Shared memory in which the experts kernel makes its lists, before the ring needs it (with `fused`): two words an expert, three
+ * half words an entry. */
 #define MOEFLOW_FUSED_ENTRIES_MAX 8192 /* beyond, one block after the other does what several kernels do side by side */
-MOEFLOW_FN int64_t moeflow_fused_shared_bytes(int64_t entries, int local_experts, int threads) {
-  return (entries + 1) / 2 * 4 + ((int64_t)local_experts * (threads / 32) + 1) / 2 * 4 + (2 * (int64_t)local_experts + 1) * 4;
+MOEFLOW_FN int64_t moeflow_fused_shared_bytes(int64_t entries, int local_experts) {
+  return 8 * (int64_t)local_experts + 6 * entries;
 }
 
 /* ---- Packed weights: what experts_stream reads ----

@@ -30,6 +30,7 @@ struct SumOwners { /* owners in ascending rank */
   static __device__ __forceinline__ Eight sum(const moeflow_combine_params &params, const OwnerList &owners, const int32_t *,
                                               int token, int column) {
     Eight sum = {};
+#pragma unroll 1
     for (int i = 0; i < owners.count; i++) {
       const uint8_t *row = returned_row<Model>(params, owners.owner[i], token);
       const Eight value = load_eight<ReturnRow<Model>::fp32>(row, column);
@@ -64,36 +65,47 @@ struct SumChoices { /* choices in order, weighted here */
   }
 };
 
-/* One token's output. A poisoned step gives NaN, never stale data. All threads of a block; with several tokens, their barriers
- * keep the shared words apart. */
+struct CombineShared {
+  int32_t places[MOEFLOW_CHOICES_MAX];
+  OwnerList owners;
+};
+
+/* Who has sent rows for the token. Ends with a barrier. */
+template <class Model, class Sum>
+__device__ __forceinline__ void find_owners(const moeflow_combine_params &params, int token, CombineShared &shared) {
+  int32_t place = MOEFLOW_PLACE_NONE;
+  if (threadIdx.x < Model::top_k && token < params.tokens) {
+    place = params.token_places[static_cast<int64_t>(token) * Model::top_k + threadIdx.x];
+    shared.places[threadIdx.x] = place;
+  }
+  list_owners(place, Sum::start(params), params.ranks, shared.owners);
+}
+
+/* One token's output; a poisoned step gives NaN, never stale data. */
 template <class Model, class Variant, class Sum>
-__device__ __forceinline__ void combine_token(const moeflow_combine_params &params, int token, bool poison) {
-  __shared__ int32_t places[Model::top_k];
-  __shared__ OwnerList owners;
+__device__ __forceinline__ void combine_token(const moeflow_combine_params &params, int token, bool poison,
+                                              const CombineShared &shared) {
   uint8_t *out = params.out + static_cast<int64_t>(token) * Model::hidden * 2;
-  if (poison) {
-    const uint32_t nan = bf16_quiet_nan * 0x10001u;
-    for (int i = threadIdx.x; i < Model::hidden / 8; i += Variant::threads) {
-      reinterpret_cast<uint4 *>(out)[i] = {nan, nan, nan, nan};
-    }
-    return;
-  }
-  __syncthreads();
-  if (threadIdx.x < Model::top_k) {
-    places[threadIdx.x] = params.token_places[static_cast<int64_t>(token) * Model::top_k + threadIdx.x];
-  }
-  list_owners<Model::top_k>(places, Sum::start(params), params.ranks, owners);
+#pragma unroll 1
   for (int column = threadIdx.x * 8; column < Model::hidden; column += Variant::threads * 8) {
-    store_eight<false>(out, column, scaled<Model>(Sum::template sum<Model>(params, owners, places, token, column)));
+    if (poison) {
+      const uint32_t nan = bf16_quiet_nan * 0x10001u;
+      *reinterpret_cast<uint4 *>(out + column * 2) = {nan, nan, nan, nan};
+    } else {
+      const Eight sum = Sum::template sum<Model>(params, shared.owners, shared.places, token, column);
+      store_eight<false>(out, column, scaled<Model>(sum));
+    }
   }
 }
 
 /* A poisoned step ends like any other. */
 template <class Model, class Variant, class Sum>
 __device__ __forceinline__ void combine_with(const moeflow_combine_params &params) {
+  __shared__ CombineShared shared;
   const int token = blockIdx.x;
   const bool poison = block_poisoned(params.lane);
-  if (token < params.tokens) combine_token<Model, Variant, Sum>(params, token, poison);
+  find_owners<Model, Sum>(params, token, shared);
+  if (token < params.tokens) combine_token<Model, Variant, Sum>(params, token, poison, shared);
   if (token == 0 && threadIdx.x == 0) finish_step(params.lane, params.record, params.eager);
 }
 

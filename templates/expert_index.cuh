@@ -21,7 +21,9 @@ __device__ __forceinline__ void expert_index(const moeflow_expert_index_params &
   __syncthreads();
   int32_t *out = params.chunk_counts + static_cast<int64_t>(blockIdx.x) * params.local_experts;
   for (int i = threadIdx.x; i < params.local_experts; i += Variant::threads) out[i] = counts[i];
-  if (blockIdx.x == 0) check_headers<Model, Variant::threads>(params.in, params.lane, params.record);
+  if (blockIdx.x != 0) return;
+  if (threadIdx.x == 0) store_system(&params.record->received, epoch);
+  headers_sound<Model>(look_at_headers<Model, Variant::threads>(params.in, epoch), params.in, params.lane, params.record);
 }
 
 }  // namespace moeflow

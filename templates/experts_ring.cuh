@@ -140,6 +140,8 @@ struct Loader {
   const Ring &ring;
   const Schedule &schedule;
   const Control &control;
+  const moeflow_tile *near; /* shared: the first tiles, near_count of them */
+  int near_count;
   bool acts; /* the first lane */
   uint64_t policy;
 
@@ -202,7 +204,7 @@ struct Loader {
       const Unit &unit = queued.unit;
       if (unit.tile < 0) break;
       const int next = acts ? control.take() : 0; /* its answer comes while this unit is loaded */
-      if (!unit.sum) queued.tile = params.tiles[unit.tile];
+      if (!unit.sum) queued.tile = unit.tile < near_count ? near[unit.tile] : params.tiles[unit.tile];
       publish(queued, place);
       if (unit.rows > 0) {
         if (unit.down) {

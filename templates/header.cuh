@@ -27,31 +27,46 @@ __device__ __forceinline__ void raise_header_fault(moeflow_lane *lane, moeflow_r
   raise_poison(lane, record, cause);
 }
 
-/* Row 0's header of every source: the lowest source at fault poisons the lane (false), the highest one that failed is recorded.
- * All threads of a block; block 0 writes the record. Begins with a barrier behind its first stores. */
+/* What one thread has seen of the sources' first rows: the lowest source at fault (ranks = none), the highest that failed (-1 =
+ * none). */
+struct HeaderCheck {
+  int faulty;
+  int failed;
+};
+
+/* All threads of a block look, without a barrier. */
 template <class Model, int threads>
-__device__ __forceinline__ bool check_headers(const moeflow_rows_in &in, moeflow_lane *lane, moeflow_record *record) {
-  __shared__ int faulty;
-  __shared__ int failed;
-  const uint32_t epoch = lane->epoch;
-  if (threadIdx.x == 0) {
-    faulty = in.ranks;
-    failed = -1;
-    if (blockIdx.x == 0) store_system(&record->received, epoch);
-  }
-  __syncthreads();
+__device__ __forceinline__ HeaderCheck look_at_headers(const moeflow_rows_in &in, uint32_t epoch) {
+  HeaderCheck check = {in.ranks, -1};
+#pragma unroll 1
   for (int source = threadIdx.x; source < in.ranks; source += threads) {
     const moeflow_row_header header = load_header(row_in(in, source, 0, Row<Model>::bytes));
     if (header_fault(header, epoch, in.tokens_max)) {
-      atomicMin(&faulty, source);
+      if (check.faulty == in.ranks) check.faulty = source;
     } else if (header.flags & MOEFLOW_ROW_FAILED) {
-      atomicMax(&failed, source);
+      check.failed = source;
     }
   }
+  return check;
+}
+
+/* A source failed, which is recorded, or is at fault, which poisons the lane: false. */
+template <class Model>
+__device__ MOEFLOW_CALL bool settle_headers(const HeaderCheck &check, const moeflow_rows_in &in, moeflow_lane *lane,
+                                            moeflow_record *record) {
+  __shared__ int faulty;
+  __shared__ int failed;
+  if (threadIdx.x == 0) {
+    faulty = in.ranks;
+    failed = -1;
+  }
+  __syncthreads();
+  atomicMin(&faulty, check.faulty);
+  atomicMax(&failed, check.failed);
   __syncthreads();
   const bool sound = faulty == in.ranks;
   if (threadIdx.x == 0 && blockIdx.x == 0 && failed >= 0) {
-    store_system(&record->failed_step, epoch);
+    store_system(&record->failed_step, lane->epoch);
     fence_system();
     store_system(&record->failed_peer, failed + 1);
   }
@@ -60,6 +75,14 @@ __device__ __forceinline__ bool check_headers(const moeflow_rows_in &in, moeflow
     raise_header_fault(lane, record, header, faulty, in.tokens_max);
   }
   return sound;
+}
+
+/* The block's verdict, and a barrier. Block 0 writes the record. */
+template <class Model>
+__device__ __forceinline__ bool headers_sound(const HeaderCheck &check, const moeflow_rows_in &in, moeflow_lane *lane,
+                                              moeflow_record *record) {
+  if (!__syncthreads_or(check.faulty < in.ranks || check.failed >= 0)) return true;
+  return settle_headers<Model>(check, in, lane, record);
 }
 
 }  // namespace moeflow

@@ -15,15 +15,21 @@ __device__ __forceinline__ int64_t given_id(const moeflow_pack_params &params, i
   return params.ids_int64 ? static_cast<const int64_t *>(params.ids)[choice] : static_cast<const int32_t *>(params.ids)[choice];
 }
 
-/* Where a choice goes, -1 = nowhere: a bad id, a weight of exactly 0, or an expert that nobody owns. */
+/* Where a choice goes, -1 = nowhere: a bad id, a weight of exactly 0, or an expert that nobody owns. `places`: params.places, or
+ * what is the same nearer by. */
 template <class Model>
-__device__ __forceinline__ int32_t choice_place(const moeflow_pack_params &params, int token, int64_t id, float weight) {
+__device__ __forceinline__ int32_t choice_place(const moeflow_pack_params &params, const int32_t *places, int token, int64_t id,
+                                                float weight) {
   if (id < 0 || id >= Model::experts || weight == 0.0f) return MOEFLOW_PLACE_NONE;
-  const int32_t *replicas = params.places + id * params.replicas;
-  uint32_t count = 0;
-  while (count < static_cast<uint32_t>(params.replicas) && replicas[count] >= 0) count++;
-  if (count == 0) return MOEFLOW_PLACE_NONE;
-  const int32_t place = replicas[moeflow_replica(params.rank, token, count)];
+  const int32_t *replicas = places + id * params.replicas;
+  int32_t place = replicas[0];
+  if (params.replicas > 1 && place >= 0) {
+    uint32_t count = 1;
+#pragma unroll 1
+    while (count < static_cast<uint32_t>(params.replicas) && replicas[count] >= 0) count++;
+    place = replicas[moeflow_replica(params.rank, token, count)];
+  }
+  if (place < 0) return MOEFLOW_PLACE_NONE;
   return moeflow_place_owner(place) < params.ranks ? place : MOEFLOW_PLACE_NONE;
 }
 
@@ -33,33 +39,36 @@ template <class Model>
 constexpr int header_vectors = (header_words<Model> + 3) / 4;
 
 /* Header, ids and weights into shared `words`, padded with zeros to whole vectors; places and weights kept for combine. Thread k
- * brings choice k of a token that is live. */
+ * brings choice k of a token that is live, and gets its place. */
 template <class Model>
-__device__ __forceinline__ void stage_header(const moeflow_pack_params &params, bool poison, int token, int tokens, int64_t id,
-                                             float weight, uint32_t *words) {
+__device__ __forceinline__ int32_t stage_header(const moeflow_pack_params &params, const int32_t *places, uint32_t epoch,
+                                                bool poison, int token, int tokens, int64_t id, float weight, uint32_t *words) {
   const int i = threadIdx.x;
   if (i == 0) {
-    words[0] = params.lane->epoch;
+    words[0] = epoch;
     words[1] = tokens;
     words[2] = params.tokens_max;
     words[3] = poison ? params.flags | MOEFLOW_ROW_POISONED : params.flags;
   }
   if (i < header_vectors<Model> * 4 - header_words<Model>) words[header_words<Model> + i] = 0;
-  if (i >= Model::top_k) return;
+  if (i >= Model::top_k) return MOEFLOW_PLACE_NONE;
   const bool live = token < tokens;
-  const int32_t place = live ? choice_place<Model>(params, token, id, weight) : MOEFLOW_PLACE_NONE;
+  const int32_t place = live ? choice_place<Model>(params, places, token, id, weight) : MOEFLOW_PLACE_NONE;
   words[4 + i] = static_cast<uint32_t>(place);
   words[4 + Model::top_k + i] = __float_as_uint(live ? weight : 0.0f);
-  if (!live) return;
-  const int64_t choice = static_cast<int64_t>(token) * Model::top_k + i;
-  params.token_places[choice] = place;
-  params.token_weights[choice] = weight;
+  if (live) {
+    const int64_t choice = static_cast<int64_t>(token) * Model::top_k + i;
+    params.token_places[choice] = place;
+    params.token_weights[choice] = weight;
+  }
+  return place;
 }
 
 /* The header to all peers. */
 template <class Model, class Variant>
 __device__ __forceinline__ void send_header(const moeflow_pack_params &params, int token, const uint4 *header) {
   const int lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int peer = threadIdx.x / 32; peer < params.ranks; peer += Variant::threads / 32) {
     uint4 *to = reinterpret_cast<uint4 *>(row_out(params.out, peer, token, Row<Model>::bytes));
     if (lane < header_vectors<Model>) to[lane] = header[lane];
@@ -90,9 +99,10 @@ __device__ __forceinline__ void pack(const moeflow_pack_params &params) {
   uint32_t *words = reinterpret_cast<uint32_t *>(header);
   const int64_t choice = static_cast<int64_t>(token) * Model::top_k + threadIdx.x;
   const bool brings = threadIdx.x < Model::top_k && token < tokens;
-  stage_header<Model>(params, poison, token, tokens, brings ? given_id<Model>(params, choice) : -1,
-                      brings ? params.weights[choice] : 0.0f, words);
-  list_owners<Model::top_k>(reinterpret_cast<const int32_t *>(words + 4), 0, params.ranks, owners);
+  const int32_t place =
+      stage_header<Model>(params, params.places, params.lane->epoch, poison, token, tokens,
+                          brings ? given_id<Model>(params, choice) : -1, brings ? params.weights[choice] : 0.0f, words);
+  list_owners(place, 0, params.ranks, owners);
   send_header<Model, Variant>(params, token, header);
   const uint4 *hidden = token_hidden<Model>(params, token);
   for (int i = 0; i < owners.count; i++) {

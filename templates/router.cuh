@@ -130,22 +130,51 @@ __device__ __forceinline__ void limit_groups(float *values, float *scores, int l
   __syncwarp();
 }
 
-/* Lane k's choice: K rounds of arg-max over the warp; only the lane that lost its best looks for another. */
+/* Lane k's choice: K rounds of arg-max over the warp. Lanes hold their values in registers, as numbers that order like them. */
 template <class Model>
-__device__ __forceinline__ int choose(float *values, int lane) {
+__device__ __forceinline__ int choose_held(const float *values, int lane) {
+  constexpr int held = (Model::experts + 31) / 32;
+  uint32_t mine[held];
+#pragma unroll
+  for (int i = 0; i < held; i++) {
+    const float value = i * 32 + lane < Model::experts ? values[i * 32 + lane] : -infinity();
+    mine[i] = value > -infinity() ? ordered(value) : 0;
+  }
   int chosen = -1;
-  Best mine = lane_best(values, Model::experts, lane);
+#pragma unroll 1
   for (int k = 0; k < Model::top_k; k++) {
-    const Best best = warp_best(mine);
-    if (!(best.value > -infinity())) break; /* the same on every lane */
-    if (lane == k) chosen = best.id;
-    if (lane == best.id % 32) {
-      values[best.id] = -infinity();
-      mine = lane_best(values, Model::experts, lane);
-    }
+    uint32_t most = mine[0];
+#pragma unroll
+    for (int i = 1; i < held; i++) most = mine[i] > most ? mine[i] : most;
+    most = __reduce_max_sync(full_warp, most);
+    if (most == 0) break;
+    uint32_t equal = 0; /* bit i: mine[i] is one of the largest */
+#pragma unroll
+    for (int i = 0; i < held; i++) equal |= mine[i] == most ? 1u << i : 0;
+    const uint32_t id = __reduce_min_sync(full_warp, equal ? static_cast<uint32_t>((__ffs(equal) - 1) * 32 + lane) : ~0u);
+    if (lane == k) chosen = static_cast<int>(id);
+#pragma unroll
+    for (int i = 0; i < held; i++) mine[i] = id == static_cast<uint32_t>(i * 32 + lane) ? 0 : mine[i];
   }
   return chosen;
 }
+
+/* The same where there are too many: they are looked through again each time. */
+template <class Model>
+__device__ __forceinline__ int choose_many(float *values, int lane) {
+  int chosen = -1;
+#pragma unroll 1
+  for (int k = 0; k < Model::top_k; k++) {
+    const Best best = warp_best(lane_best(values, Model::experts, lane));
+    if (!(best.value > -infinity())) break; /* the same on every lane */
+    if (lane == k) chosen = best.id;
+    if (lane == best.id % 32) values[best.id] = -infinity();
+    __syncwarp();
+  }
+  return chosen;
+}
+
+constexpr int experts_held = 512;
 
 /* Lane k's weight, from its score and those of the other lanes. */
 template <class Model>
@@ -166,22 +195,52 @@ struct Choice { /* lane k's */
 template <class Model>
 constexpr bool router_grouped = Model::groups > 1 && Model::top_groups < Model::groups;
 
-/* A whole warp chooses a token's experts. `values` and `groups` are the warp's own: shared, E floats, and as many as groups. */
 template <class Model>
-__device__ __forceinline__ Choice route(const moeflow_router_params &params, int token, float *values, float *groups) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const Softmax softmax = softmax_of<Model>(params, token, lane);
-  for (int i = lane; i < Model::experts; i += 32) {
-    const float value = logit<Model>(params, token, i);
-    float score = value > -infinity() ? score_of<Model>(value, softmax) : value;
-    if (Model::correction_bias && score > -infinity()) score += params.bias[i];
-    values[i] = score > -infinity() ? score : -infinity(); /* a NaN bias excludes as well */
+struct RouterShared { /* of one token */
+  float scores[Model::experts];
+  float values[Model::experts]; /* what selection goes by; -inf: not to be chosen */
+  float groups[router_grouped<Model> ? Model::groups : 1];
+};
+
+/* Thread number `thread` of the `threads` that share the work, whole warps. */
+template <class Model, int threads>
+__device__ __forceinline__ void score_experts(const moeflow_router_params &params, int token, int thread,
+                                              RouterShared<Model> &shared) {
+  constexpr int together = (Model::experts + threads - 1) / threads < 4 ? (Model::experts + threads - 1) / threads : 4;
+  const Softmax softmax = softmax_of<Model>(params, token, thread % 32);
+#pragma unroll 1
+  for (int first = thread; first < Model::experts; first += together * threads) {
+    float value[together], bias[together];
+#pragma unroll
+    for (int k = 0; k < together; k++) { /* all on their way at a time */
+      const int i = first + k * threads;
+      value[k] = i < Model::experts ? logit<Model>(params, token, i) : 0.0f;
+      bias[k] = Model::correction_bias && i < Model::experts ? params.bias[i] : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < together; k++) {
+      const int i = first + k * threads;
+      if (i >= Model::experts) continue;
+      const float score = value[k] > -infinity() ? score_of<Model>(value[k], softmax) : value[k];
+      const float selected = Model::correction_bias && score > -infinity() ? score + bias[k] : score;
+      shared.scores[i] = score;
+      shared.values[i] = selected > -infinity() ? selected : -infinity(); /* a NaN bias excludes as well */
+    }
   }
-  __syncwarp();
-  if constexpr (router_grouped<Model>) limit_groups<Model>(values, groups, lane);
-  const int chosen = choose<Model>(values, lane);
-  const float score = chosen >= 0 ? score_of<Model>(logit<Model>(params, token, chosen), softmax) : 0.0f;
-  return {chosen, weight_of<Model>(score)};
+}
+
+/* A whole warp, when all scores are there. */
+template <class Model>
+__device__ __forceinline__ Choice choose_experts(RouterShared<Model> &shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (router_grouped<Model>) limit_groups<Model>(shared.values, shared.groups, lane);
+  int chosen;
+  if constexpr (Model::experts <= experts_held) {
+    chosen = choose_held<Model>(shared.values, lane);
+  } else {
+    chosen = choose_many<Model>(shared.values, lane);
+  }
+  return {chosen, weight_of<Model>(chosen >= 0 ? shared.scores[chosen] : 0.0f)};
 }
 
 template <class Model>
@@ -196,13 +255,14 @@ __device__ __forceinline__ void store_choice(const moeflow_router_params &params
 template <class Model, class Variant>
 __device__ __forceinline__ void router(const moeflow_router_params &params) {
   constexpr int warps = Variant::threads / 32;
-  __shared__ float values[warps][Model::experts];
-  __shared__ float groups[warps][router_grouped<Model> ? Model::groups : 1];
+  __shared__ RouterShared<Model> shared[warps];
   if (block_poisoned(params.lane)) return;
   const int warp = threadIdx.x / 32;
   const int token = blockIdx.x * warps + warp;
   if (token >= params.tokens) return;
-  store_choice<Model>(params, token, route<Model>(params, token, values[warp], groups[warp]));
+  score_experts<Model, 32>(params, token, threadIdx.x % 32, shared[warp]);
+  __syncwarp();
+  store_choice<Model>(params, token, choose_experts<Model>(shared[warp]));
 }
 
 }  // namespace moeflow

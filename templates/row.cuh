@@ -42,6 +42,12 @@ __device__ __forceinline__ bool row_counts(const moeflow_row_header &header, int
   return header.epoch == epoch && static_cast<uint32_t>(token) < sent;
 }
 
+/* The local slot that a received id asks for, -1 = none of mine. */
+__device__ __forceinline__ int local_slot(int32_t place, int rank, int local_experts) {
+  const int slot = moeflow_place_slot(place);
+  return moeflow_place_owner(place) == rank && slot < local_experts ? slot : -1;
+}
+
 /* The local slot that choice k of received row number `row` asks for, -1 = none of mine. */
 template <class Model>
 __device__ __forceinline__ int choice_slot(const moeflow_rows_in &in, int row, int k, uint32_t epoch, int local_experts) {
@@ -49,9 +55,7 @@ __device__ __forceinline__ int choice_slot(const moeflow_rows_in &in, int row, i
   const int token = row % in.rows;
   const uint8_t *bytes = row_in(in, row / in.rows, token, Row<Model>::bytes);
   if (!row_counts(load_header(bytes), token, in.rows, epoch)) return -1;
-  const int32_t place = reinterpret_cast<const int32_t *>(bytes + Row<Model>::ids)[k];
-  const int slot = moeflow_place_slot(place);
-  return moeflow_place_owner(place) == in.rank && slot < local_experts ? slot : -1;
+  return local_slot(reinterpret_cast<const int32_t *>(bytes + Row<Model>::ids)[k], in.rank, local_experts);
 }
 
 /* The hidden state of the row that an entry (row number * K + choice) belongs to. */
@@ -64,34 +68,22 @@ __device__ __forceinline__ const uint8_t *entry_hidden(const moeflow_rows_in &in
 /* Distinct owners of a token's choices, in ring order from rank `start`. */
 struct OwnerList {
   int32_t owner[MOEFLOW_CHOICES_MAX];
-  int32_t first[MOEFLOW_CHOICES_MAX]; /* choice k is the first with its owner */
   int32_t count;
 };
 
-__device__ __forceinline__ int ring_distance(int32_t place, int start, int ranks) {
-  return (moeflow_place_owner(place) + ranks - start) % ranks;
-}
-
-/* `places` and `list` are shared; every thread of the block calls it. Begins and ends with a barrier. */
-template <int top_k>
-__device__ __forceinline__ void list_owners(const int32_t *places, int start, int ranks, OwnerList &list) {
-  __syncthreads();
-  const int k = threadIdx.x;
-  if (k == 0) list.count = 0;
-  if (k < top_k) {
-    int first = places[k] >= 0;
-    for (int j = 0; j < k; j++) {
-      if (places[j] >= 0 && moeflow_place_owner(places[j]) == moeflow_place_owner(places[k])) first = 0;
-    }
-    list.first[k] = first;
-  }
-  __syncthreads();
-  if (k < top_k && list.first[k]) {
-    const int distance = ring_distance(places[k], start, ranks);
+/* The first warp lists; place: its lane k's choice k, -1 = none. All threads of the block; ends with a barrier. */
+__device__ __forceinline__ void list_owners(int32_t place, int start, int ranks, OwnerList &list) {
+  if (threadIdx.x < 32) {
+    const int owner = place >= 0 ? moeflow_place_owner(place) : -1;
+    const unsigned same = __match_any_sync(full_warp, owner);
+    const bool first = owner >= 0 && (same & ((1u << threadIdx.x) - 1)) == 0;
+    const unsigned firsts = __ballot_sync(full_warp, first);
+    const int distance = owner < start ? owner - start + ranks : owner - start;
     int before = 0;
-    for (int j = 0; j < top_k; j++) before += list.first[j] && ring_distance(places[j], start, ranks) < distance;
-    list.owner[before] = moeflow_place_owner(places[k]);
-    atomicAdd(&list.count, 1);
+#pragma unroll 1
+    for (unsigned rest = firsts; rest != 0; rest &= rest - 1) before += __shfl_sync(full_warp, distance, __ffs(rest) - 1) < distance;
+    if (first) list.owner[before] = owner;
+    if (threadIdx.x == 0) list.count = __popc(firsts);
   }
   __syncthreads();
 }

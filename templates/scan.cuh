@@ -6,6 +6,29 @@
 
 namespace moeflow {
 
+/* The sum of all threads' values, and of those of the threads before this one. Begins with a barrier and has another. */
+template <int threads>
+__device__ __forceinline__ uint32_t sum_before(uint32_t mine, uint32_t *before) {
+  __shared__ uint32_t warp_sums[threads / 32];
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  uint32_t through = mine; /* of the warp's lanes up to this one */
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const uint32_t below = __shfl_up_sync(full_warp, through, distance);
+    if (lane >= distance) through += below;
+  }
+  __syncthreads();
+  if (lane == 31) warp_sums[warp] = through;
+  __syncthreads();
+  uint32_t all = 0;
+  *before = through - mine;
+  for (int i = 0; i < threads / 32; i++) {
+    if (i < warp) *before += warp_sums[i];
+    all += warp_sums[i];
+  }
+  return all;
+}
+
 /* In place: values[i], shared, becomes the sum of values[0 .. i). Returns the sum of all, to every thread. Each thread adds
  * up one run of consecutive values. Begins and ends with a barrier. */
 template <int threads>

@@ -121,6 +121,9 @@ T change(T *to, const std::function<T(T)> &next) {
 #define __reduce_max_sync(mask, value) emulator::warp_max(EMULATED_SITE, mask, value)
 #define __reduce_min_sync(mask, value) (~emulator::warp_max(EMULATED_SITE, mask, ~(value)))
 
+inline int __ffs(unsigned value) {
+  return __builtin_ffs(static_cast<int>(value));
+}
 inline int __popc(unsigned value) {
   return __builtin_popcount(value);
 }

@@ -170,8 +170,9 @@ void poison_spreads() {
   World alone(2, 9); /* the peer is not there at all */
   alone.lanes[0].poison = MOEFLOW_POISON_TIMEOUT;
   alone.step(0);
-  EXPECT_EQUAL(alone.flag(1, 0, 0, 0), 9u);
-  EXPECT_EQUAL(alone.flag(1, 1, 0, words - 1), 9u);
+  EXPECT_EQUAL(alone.flag(1, 0, 0, 0), 9u + MOEFLOW_FLAG_POISONED);
+  EXPECT_EQUAL(alone.flag(1, 1, 0, words - 1), 9u + MOEFLOW_FLAG_POISONED);
+  EXPECT_EQUAL(alone.mark(1, 0), static_cast<uint32_t>(MOEFLOW_POISON_TIMEOUT));
 }
 
 }  // namespace

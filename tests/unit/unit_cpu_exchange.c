@@ -71,7 +71,8 @@ static void test_silent(void) {
          records[1].peer);
   EXPECT(flags[3][1] == 10 && flags[3][RANKS + 1] == 9, "its own flag is up, in its phase only");
   exchange(1, MOEFLOW_PHASE_RETURN, 60000000000u); /* poisoned: raises and returns */
-  EXPECT(flags[3][RANKS + 1] == 10 && flags[3][2 * RANKS + 1] == MOEFLOW_POISON_TIMEOUT, "peers learn of it");
+  EXPECT(flags[3][RANKS + 1] == 10 + MOEFLOW_FLAG_POISONED && flags[3][2 * RANKS + 1] == MOEFLOW_POISON_TIMEOUT,
+         "peers learn of it");
 }
 
 static void test_poisoned_peer(void) {

@@ -23,7 +23,11 @@ __device__ __forceinline__ void expert_index(const moeflow_expert_index_params &
   for (int i = threadIdx.x; i < params.local_experts; i += Variant::threads) out[i] = counts[i];
   if (blockIdx.x != 0) return;
   if (threadIdx.x == 0) store_system(&params.record->received, epoch);
-  headers_sound<Model>(look_at_headers<Model, Variant::threads>(params.in, epoch), params.in, params.lane, params.record);
+  HeaderCheck check = {params.in.ranks, -1};
+  for (int source = threadIdx.x; source < params.in.ranks; source += Variant::threads) {
+    note_header(check, load_header(row_in(params.in, source, 0, Row<Model>::bytes)), params.in, source, epoch);
+  }
+  headers_sound<Model>(check, params.in, params.lane, params.record);
 }
 
 }  // namespace moeflow

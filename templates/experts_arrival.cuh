@@ -53,8 +53,9 @@ struct Arrival {
   }
 
   /* A thread has a row: its header and ids come together. */
-  __device__ __forceinline__ void find_slots(uint32_t epoch) const {
+  __device__ __forceinline__ HeaderCheck find_slots(uint32_t epoch) const {
     constexpr int vectors = (Model::top_k + 3) / 4; /* what they hold behind the ids are weights */
+    HeaderCheck check = {params.in.ranks, -1};
 #pragma unroll 1
     for (int row = threadIdx.x; row < rows; row += threads) {
       const int source = row / params.in.rows;
@@ -72,7 +73,9 @@ struct Arrival {
         slots[row * Model::top_k + k] = static_cast<int16_t>(slot);
         if (slot >= 0) atomicAdd(&counts[slot], 1);
       }
+      if (token == 0) note_header(check, header, params.in, source, epoch);
     }
+    return check;
   }
 
   /* Positions and tiles of each expert, in one sum: both stay below 2^16. Returns the numbers of all. */
@@ -154,8 +157,7 @@ __device__ MOEFLOW_CALL Lists await_rows(const moeflow_experts_params &params, u
     return {-1, 0, epoch, 0};
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) store_system(&params.record->received, epoch);
-  const HeaderCheck check = look_at_headers<Model, threads>(params.in, epoch);
-  arrival.find_slots(epoch);
+  const HeaderCheck check = arrival.find_slots(epoch);
   if (!headers_sound<Model>(check, params.in, params.lane, params.record)) return {-1, 0, epoch, 0};
   const int first_ticket = threadIdx.x == 0 ? control.take() : 0;
   const uint32_t all = arrival.find_begins();

@@ -34,20 +34,14 @@ struct HeaderCheck {
   int failed;
 };
 
-/* All threads of a block look, without a barrier. */
-template <class Model, int threads>
-__device__ __forceinline__ HeaderCheck look_at_headers(const moeflow_rows_in &in, uint32_t epoch) {
-  HeaderCheck check = {in.ranks, -1};
-#pragma unroll 1
-  for (int source = threadIdx.x; source < in.ranks; source += threads) {
-    const moeflow_row_header header = load_header(row_in(in, source, 0, Row<Model>::bytes));
-    if (header_fault(header, epoch, in.tokens_max)) {
-      if (check.faulty == in.ranks) check.faulty = source;
-    } else if (header.flags & MOEFLOW_ROW_FAILED) {
-      check.failed = source;
-    }
+/* Adds what the first row of `source` says; the caller's sources ascend. */
+__device__ __forceinline__ void note_header(HeaderCheck &check, const moeflow_row_header &header, const moeflow_rows_in &in,
+                                            int source, uint32_t epoch) {
+  if (header_fault(header, epoch, in.tokens_max)) {
+    if (check.faulty == in.ranks) check.faulty = source;
+  } else if (header.flags & MOEFLOW_ROW_FAILED) {
+    check.failed = source;
   }
-  return check;
 }
 
 /* A source failed, which is recorded, or is at fault, which poisons the lane: false. */

@@ -53,7 +53,7 @@ struct Block {
   bool greedy; /* a warp runs on as far as it can before the next one starts */
   unsigned yields;
   unsigned waiting;
-  unsigned any[2];
+  unsigned with[2];
   unsigned barriers; /* passed so far */
   unsigned char *shared;
   size_t shared_bytes;
@@ -139,7 +139,7 @@ void after_resume(unsigned thread) {
   const State state = block.fibers[thread].state;
   if (state == at_block_barrier) {
     block.waiting++;
-    if (block.waiting == threads) block.any[++block.barriers % 2] = 0;
+    if (block.waiting == threads) block.with[++block.barriers % 2] = 0;
     release(0, threads, state, &block.waiting);
   } else if (state == at_warp_barrier) {
     Warp &warp = block.warps[thread / 32];
@@ -186,7 +186,7 @@ void start_fibers(unsigned threads) {
   block.fibers.resize(threads);
   block.warps.resize(threads / 32);
   block.waiting = 0;
-  block.any[0] = block.any[1] = 0;
+  block.with[0] = block.with[1] = 0;
   for (Warp &warp : block.warps) warp.waiting = 0;
   for (Fiber &fiber : block.fibers) {
     if (!fiber.stack) fiber.stack.reset(new char[stack_bytes]);
@@ -274,11 +274,15 @@ void block_barrier(Site site) {
   wait_at(at_block_barrier, site);
 }
 
-bool block_any(Site site, bool value) {
+int block_count(Site site, bool value) {
   const unsigned turn = block.barriers % 2;
-  if (value) block.any[turn] = 1;
+  if (value) block.with[turn]++;
   wait_at(at_block_barrier, site);
-  return block.any[turn];
+  return static_cast<int>(block.with[turn]);
+}
+
+bool block_any(Site site, bool value) {
+  return block_count(site, value) != 0;
 }
 
 void warp_barrier(Site site) {

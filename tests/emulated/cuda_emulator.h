@@ -66,6 +66,7 @@ void launch_together(unsigned blocks, unsigned threads, size_t dynamic_shared_by
 void yield();
 void block_barrier(Site site);
 bool block_any(Site site, bool value);
+int block_count(Site site, bool value);
 
 constexpr size_t lane_bytes = 64;
 /* Each lane of the warp gives `size` bytes; returns all lanes' bytes, lane_bytes apart, valid until the lane's next call. */
@@ -112,6 +113,7 @@ T change(T *to, const std::function<T(T)> &next) {
 
 #define __syncthreads() emulator::block_barrier(EMULATED_SITE)
 #define __syncthreads_or(value) emulator::block_any(EMULATED_SITE, value)
+#define __syncthreads_count(value) emulator::block_count(EMULATED_SITE, value)
 #define __syncwarp() emulator::warp_barrier(EMULATED_SITE)
 #define __shfl_sync(mask, value, lane) emulator::warp_read(EMULATED_SITE, mask, value, lane)
 #define __shfl_xor_sync(mask, value, bits) emulator::warp_read(EMULATED_SITE, mask, value, emulator::lane() ^ (bits))

@@ -226,8 +226,9 @@ static size_t bytes_of(ncclDataType_t type) {
   return type == ncclFloat32 ? 4 : type == ncclBfloat16 ? 2 : 1;
 }
 
-static int fails(void) {
-  return fake.fail_collective && --fake.fail_collective == 0;
+static int fails(const char *name) {
+  const char *wanted = fake.fail_collective;
+  return wanted && !strcmp(name, wanted) && atomic_exchange(&fake.fail_collective, NULL) != NULL;
 }
 
 /* Blocks while this rank's last post still waits: one collective at a time is enough here. */
@@ -269,14 +270,14 @@ EXPORT ncclResult_t ncclAllGather(const void *send, void *receive, size_t count,
                                   cudaStream_t stream) {
   const struct fake_collective call = called("ncclAllGather", send, receive, count, type, comm, stream);
   atomic_fetch_add(&fake.gathers, 1);
-  if (fails()) return ncclSystemError;
+  if (fails(call.name)) return ncclSystemError;
   return type == ncclInt8 ? post(comm, &call, GATHER) : ncclInvalidArgument;
 }
 
 EXPORT ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                       ncclComm_t comm, cudaStream_t stream) {
   const struct fake_collective call = called("ncclReduceScatter", send, receive, count, type, comm, stream);
-  if (fails()) return ncclSystemError;
+  if (fails(call.name)) return ncclSystemError;
   if (op != ncclSum || (type != ncclFloat32 && type != ncclBfloat16)) return ncclInvalidArgument;
   return post(comm, &call, REDUCE_SCATTER);
 }
@@ -287,7 +288,7 @@ EXPORT ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, 
   const struct timespec nap = {0, 1000000};
   const struct fake_collective call = called("ncclAlltoAll", send, receive, count, type, comm, stream);
   atomic_fetch_add(&fake.all_to_alls, 1);
-  if (fails()) return ncclSystemError;
+  if (fails(call.name)) return ncclSystemError;
   if (fake.all_to_all_blocks) {
     while (!fake.aborted) nanosleep(&nap, NULL);
     return ncclSuccess;

@@ -21,7 +21,7 @@ struct fake_nccl {
   int init_never;               /* a non-blocking creation stays in progress */
   int fail_init;                /* creation fails */
   int fail_async;               /* ncclCommGetAsyncError reports ncclRemoteError */
-  int fail_collective;          /* 1: the next one fails, 2: the one after, ...; 0: none */
+  _Atomic(const char *) fail_collective; /* the next one of this name fails */
   atomic_int graphs;            /* captured: communicators end only when none is left */
   atomic_int all_to_all_blocks; /* as a full launch queue does, until an abort */
   int destroy_meets;            /* ncclCommDestroy returns when all ranks have called it */

@@ -19,6 +19,8 @@ struct rank {
 
 static struct rank ranks[RANKS];
 static struct plan plan;
+static void (*make_plan)(const struct spec *spec, const char *arch, struct plan *plan) = fake_plan;
+static const int32_t *layer_places; /* NULL: linear */
 
 static void note(struct rank *rank, moeflow_status status) {
   if (rank->status != MOEFLOW_OK || status == MOEFLOW_OK) return;
@@ -43,7 +45,9 @@ UNUSED static void *make_layer(void *argument) {
   moeflow_weights weights = MOEFLOW_WEIGHTS_INIT;
   weights.gate_up = (void *)0x100000;
   weights.down = (void *)0x200000;
-  note(rank, moeflow_layer_create(rank->group, rank->context, NULL, &rank->layer));
+  moeflow_layer_config config = MOEFLOW_LAYER_CONFIG_INIT;
+  config.places = layer_places;
+  note(rank, moeflow_layer_create(rank->group, rank->context, &config, &rank->layer));
   if (rank->status == MOEFLOW_OK) note(rank, moeflow_layer_bind(rank->layer, &weights));
   if (rank->status == MOEFLOW_OK) note(rank, moeflow_prepare(&rank->layer, 1, 0));
   return NULL;
@@ -66,7 +70,7 @@ static void open_contexts(void) {
 static void set_up_spec(moeflow_transport transport, const char *nccl_name, const struct spec *spec) {
   static moeflow_unique_id id;
   fake_load(nccl_name);
-  fake_plan(spec, "sm_90a", &plan);
+  make_plan(spec, "sm_90a", &plan);
   open_contexts();
   EXPECT_OK(moeflow_get_unique_id(transport, &id));
   for (int r = 0; r < RANKS; r++) {

@@ -247,9 +247,8 @@ static int64_t part_stride(const struct step *step) {
 /* The experts kernel adds a row's outputs itself, where something is to be added. */
 static int sums_itself(const struct step *step) {
   const int measuring = (step->args->flags & MOEFLOW_FORWARD_EXPERTS) != 0;
-  return step->kernel == KERNEL_EXPERTS && step->layer->local_experts > 0 && !step->layer->separate_sums &&
-         !(step->args->flags & MOEFLOW_FORWARD_IDENTITY) && step->spec->reduce == SPEC_REDUCE_OWNER &&
-         (!measuring || step->args->out);
+  return step->kernel == KERNEL_EXPERTS && !step->layer->separate_sums && !(step->args->flags & MOEFLOW_FORWARD_IDENTITY) &&
+         step->spec->reduce == SPEC_REDUCE_OWNER && (!measuring || step->args->out);
 }
 
 /* Rows without an entry here: what peers do not read is not written. */

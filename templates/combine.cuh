@@ -1,5 +1,6 @@
 /* Source: one block makes one token's output from the returned rows, in FP32 and a fixed order: owners in ascending rank, or
- * with `reduce: choices` weight x value in choice order; or takes over what the transport has added. The last kernel of a step: its block 0 ends the step. */
+ * with `reduce: choices` weight x value in choice order; or takes over what the transport has added. The last kernel of a step:
+ * its block 0 ends the step. */
 #ifndef MOEFLOW_COMBINE_CUH
 #define MOEFLOW_COMBINE_CUH
 

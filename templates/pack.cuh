@@ -1,6 +1,6 @@
 /* Sender: one block packs one token into a row for each peer. The header (with ids and weights) goes to all peers, the
- * hidden state only to owners of a choice; or one row, with everything, serves all of them. Row 0 is written even with no tokens, since its header speaks for the whole
- * source. */
+ * hidden state only to owners of a choice; or one row, with everything, serves all of them. Row 0 is written even with no
+ * tokens, since its header speaks for the whole source. */
 #ifndef MOEFLOW_PACK_CUH
 #define MOEFLOW_PACK_CUH
 

@@ -36,14 +36,14 @@ def bench_layer(spec: object) -> dict[str, Callable[[int], None]]:
     tokens, or None) and experts (the same of all ranks' rows). The callables may be captured.
 
     "nccl"       the whole layer, from spec.layer's hidden states, ids and weights to its out: pack, one all-to-all out,
-                 expert index, expert prepare, gate-up, down, owner reduce, one all-to-all back, combine. Collective over
-                 torch.distributed, which must be initialised with ep ranks.
+                 expert index, expert prepare, gate-up, down, owner reduce, one all-to-all back, combine. Collective
+                 over torch.distributed, which must be initialised with ep ranks.
     "allgather"  the same over an all-gather out and a reduce-scatter back.
-    "experts"    what this rank computes between the exchanges, on the rows of spec.experts. Counted: the experts (gate-up,
-                 activation, down) and the weighted sums into out, rows without an expert of this rank written as zeros.
-                 Beforehand and not counted: packing of rows, expert index and expert prepare, which one whole step does when
-                 the arm is built, in a group of one rank in which other ranks' experts have no place. Each call has a group of
-                 its own, which keeps its rows and lists until the callable is dropped.
+    "experts"    what this rank computes between the exchanges, on the rows of spec.experts. Counted: the experts (gate-
+                 up, activation, down) and the weighted sums into out, rows without an expert of this rank written as
+                 zeros. Beforehand and not counted: packing of rows, expert index and expert prepare, which one whole
+                 step does when the arm is built, in a group of one rank in which other ranks' experts have no place.
+                 Each call has a group of its own, which keeps its rows and lists until the callable is dropped.
 
     Whole layers share a group per transport, shape, capacity and weights, which lives until the process ends. FP8 shapes
     have no arms yet. Library and moeflow-gen are found as `moeflow.load` and `moeflow.generator.find` say.

@@ -139,6 +139,12 @@ static void draw_weights(void *user, int expert, int down, uint16_t *matrix) {
   inputs_weights(&setup->model.spec, seed, expert, down, matrix);
 }
 
+/* Whether each sum of the owners' is rounded: NCCL adds them around a ring, in the return dtype. */
+static int rounds_sums(const struct setup *setup) {
+  if (setup->transport == MOEFLOW_TRANSPORT_ALLGATHER) return setup->model.spec.returned == SPEC_WIRE_BF16;
+  return setup->options.combine == MOEFLOW_COMBINE_RING;
+}
+
 static struct reference_layer reference_of(const struct setup *setup) {
   const struct spec *spec = &setup->model.spec;
   return (struct reference_layer){
@@ -151,7 +157,7 @@ static struct reference_layer reference_of(const struct setup *setup) {
       .ranks = setup->ep,
       .choices = spec->reduce == SPEC_REDUCE_CHOICES,
       .return_fp32 = spec->returned == SPEC_WIRE_FP32,
-      .ring = setup->options.combine == MOEFLOW_COMBINE_RING,
+      .ring = rounds_sums(setup),
       .output_scale = spec->scale_on == SPEC_SCALE_OUTPUT ? spec->scale : 1.0,
       .weights = draw_weights,
       .weights_user = (void *)setup,

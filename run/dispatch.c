@@ -82,6 +82,7 @@ static void check_hidden(struct check *check, const struct source *source, int t
 static void check_rows(struct check *check, const struct source *source, const uint8_t *block, uint16_t *scratch) {
   const struct spec *spec = &check->worker->setup->model.spec;
   const int64_t row_bytes = spec_row_bytes(spec);
+  const int broadcast = check->worker->group->comm->ops->broadcast; /* rows for nobody here are whole as well */
   struct received row;
   for (int t = 0; t < source->tokens || t == 0; t++) { /* row 0 carries a header even without tokens */
     const uint8_t *at = block + t * row_bytes;
@@ -90,7 +91,9 @@ static void check_rows(struct check *check, const struct source *source, const u
     row.weights = at + moeflow_row_weights_offset(spec->top_k);
     row.hidden = at + moeflow_row_hidden_offset(spec->top_k);
     check_header(check, source, t, &row);
-    if (t < source->tokens && check_choices(check, source, t, &row)) check_hidden(check, source, t, row.hidden, scratch);
+    if (t >= source->tokens) continue;
+    const int mine = check_choices(check, source, t, &row);
+    if (mine || broadcast) check_hidden(check, source, t, row.hidden, scratch);
   }
 }
 

@@ -36,7 +36,7 @@ moeflow_status report_facts_create(const struct setup *setup, const moeflow_cont
   memcpy(facts->plan_hash, context->plan_hash, sizeof facts->plan_hash);
   snprintf(facts->backend, sizeof facts->backend, "%s", context->backend->name);
   snprintf(facts->transport, sizeof facts->transport, "%s", options_transport_name(group->transport));
-  if (group->transport == MOEFLOW_TRANSPORT_NCCL) facts->nccl = nccl.version;
+  if (group->comm->ops->over_nccl) facts->nccl = nccl.version;
   if (setup->backend == MOEFLOW_BACKEND_CUDA) facts->nvrtc = nvrtc_of(setup->options.cache, facts->plan);
   return MOEFLOW_OK;
 }

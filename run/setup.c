@@ -54,6 +54,11 @@ static moeflow_status load_model(struct setup *setup) {
   moeflow_status status = MOEFLOW_OK;
   CHECK(model_load(options->model, &overrides, model));
   CHECK(model_buildable(model));
+  if (options->transport == MOEFLOW_TRANSPORT_ALLGATHER && model->spec.reduce == SPEC_REDUCE_CHOICES)
+    FAIL(MOEFLOW_ERROR_ARGUMENT,
+         "--transport allgather adds owners' sums, and with reduce: choices there are none; give --reduce owner");
+  if (options->combine == MOEFLOW_COMBINE_RING && options->transport == MOEFLOW_TRANSPORT_ALLGATHER)
+    FAIL(MOEFLOW_ERROR_ARGUMENT, "--combine ring is not for --transport allgather, which adds owners' sums on the way");
   if (options->combine == MOEFLOW_COMBINE_RING && model->spec.reduce == SPEC_REDUCE_CHOICES)
     FAIL(MOEFLOW_ERROR_ARGUMENT,
          "--combine ring adds owners' sums, and with reduce: choices there are none; give --reduce owner");
@@ -94,19 +99,23 @@ static moeflow_status choose_ranks(struct setup *setup) {
   return MOEFLOW_OK;
 }
 
+static int over_nccl(moeflow_transport transport) {
+  return transport == MOEFLOW_TRANSPORT_NCCL || transport == MOEFLOW_TRANSPORT_ALLGATHER;
+}
+
 static moeflow_status choose_backend(struct setup *setup) {
   const int64_t asked = setup->options.backend;
   const moeflow_transport transport = (moeflow_transport)setup->options.transport;
-  if (transport == MOEFLOW_TRANSPORT_WINDOW || transport == MOEFLOW_TRANSPORT_ALLGATHER)
-    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "--transport %s is not in this version; nccl and local are",
+  if (transport == MOEFLOW_TRANSPORT_WINDOW)
+    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "--transport %s is not in this version; nccl, allgather and local are",
                       options_transport_name(transport));
   setup->backend = asked == MOEFLOW_BACKEND_CPU ? MOEFLOW_BACKEND_CPU : MOEFLOW_BACKEND_CUDA;
   if (setup->backend == MOEFLOW_BACKEND_CPU) return MOEFLOW_OK;
   gpus_probe(&setup->gpus);
   if (setup->gpus.count) return MOEFLOW_OK;
-  if (transport == MOEFLOW_TRANSPORT_NCCL)
-    return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--transport nccl needs a GPU for each rank: %d ranks, 0 GPUs (%s)",
-                      setup->ep, setup->gpus.why);
+  if (over_nccl(transport))
+    return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--transport %s needs a GPU for each rank: %d ranks, 0 GPUs (%s)",
+                      options_transport_name(transport), setup->ep, setup->gpus.why);
   if (asked == MOEFLOW_BACKEND_CUDA)
     return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--backend cuda needs a GPU: %s; or run with --backend cpu",
                       setup->gpus.why);
@@ -120,13 +129,14 @@ static moeflow_status choose_transport(struct setup *setup) {
   const moeflow_transport asked = (moeflow_transport)setup->options.transport;
   const int cpu = setup->backend == MOEFLOW_BACKEND_CPU, gpus = setup->gpus.count;
   const int here = setup->launcher.name ? 1 : setup->ep; /* ranks that this process must find GPUs for */
-  if (cpu && asked == MOEFLOW_TRANSPORT_NCCL)
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "--transport nccl needs GPUs; the CPU backend has local alone");
-  if (asked == MOEFLOW_TRANSPORT_NCCL && gpus < here)
+  if (cpu && over_nccl(asked))
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "--transport %s needs GPUs; the CPU backend has local alone",
+                      options_transport_name(asked));
+  if (over_nccl(asked) && gpus < here)
     return status_set(MOEFLOW_ERROR_ENVIRONMENT,
-                      "--transport nccl needs a GPU for each rank: %d ranks, %d GPUs; --transport "
+                      "--transport %s needs a GPU for each rank: %d ranks, %d GPUs; --transport "
                       "local runs them all on one GPU",
-                      here, gpus);
+                      options_transport_name(asked), here, gpus);
   setup->transport = asked;
   if (asked == MOEFLOW_TRANSPORT_AUTO) {
     setup->transport = cpu || setup->ep == 1 || gpus < here ? MOEFLOW_TRANSPORT_LOCAL : MOEFLOW_TRANSPORT_NCCL;

@@ -81,6 +81,7 @@ static void cut(const struct moeflow_group *group, struct group_lane *lane, stru
   const int64_t ranks = group->ranks;
   const int two_sided = !group->comm->ops->one_sided;
   const int64_t own = !group->workspace_of;
+  const int64_t once = group->comm->ops->broadcast ? 1 : ranks; /* blocks of what goes out, and of what comes home */
   const size_t row_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_DISPATCH);
   const size_t return_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_RETURN);
   lane->state = take(arena, 1, sizeof *lane->state);
@@ -88,10 +89,10 @@ static void cut(const struct moeflow_group *group, struct group_lane *lane, stru
   lane->peer_flags = take(arena, ranks, sizeof *lane->peer_flags);
   lane->dispatch_targets = take(arena, ranks, sizeof *lane->dispatch_targets);
   lane->return_targets = take(arena, ranks, sizeof *lane->return_targets);
-  lane->send = two_sided ? take(arena, ranks, row_block) : NULL;
+  lane->send = two_sided ? take(arena, once, row_block) : NULL;
   lane->received = take(arena, ranks, row_block);
   lane->return_send = two_sided ? take(arena, ranks, return_block) : NULL;
-  lane->returned = take(arena, ranks, return_block);
+  lane->returned = take(arena, once, return_block);
   lane->ids = take(arena, most.choices, sizeof *lane->ids);
   lane->weights = take(arena, most.choices, sizeof *lane->weights);
   lane->token_places = take(arena, most.choices, sizeof *lane->token_places);

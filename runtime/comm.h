@@ -15,6 +15,9 @@ struct comm { /* the transport's own struct begins with this */
 struct comm_ops {
   const char *name;
   int one_sided; /* kernels store into the peers' buffers; no send buffers, and blocks of C rows instead of R */
+  int broadcast; /* each row goes once, to all ranks; the owners' sums come home as one, added: `send` and `returned` have one
+                    block, and rows without an entry on a rank come from it as zeros */
+  int over_nccl; /* its version is part of the ranks' fingerprint */
   /* Collective, bounded by the group's timeout. */
   moeflow_status (*create)(struct moeflow_group *group, const moeflow_group_config *config, struct comm **comm);
   void (*destroy)(struct comm *comm);
@@ -35,6 +38,7 @@ struct comm_ops {
   void (*keep)(struct comm *comm, void *memory, size_t bytes);
 };
 extern const struct comm_ops comm_nccl;
+extern const struct comm_ops comm_allgather;
 extern const struct comm_ops comm_local;
 
 /* A fresh id: NCCL's own, or random bytes behind a mark that NCCL's ids do not carry. */

@@ -40,13 +40,14 @@ static int has_owner(const struct spec *spec, const struct row *row, int owner) 
 
 static void write_row(const struct spec *spec, const struct moeflow_pack_params *p, const struct row *row, int t, int body) {
   const size_t choices = 4 * (size_t)spec->top_k, hidden = 2 * (size_t)spec->hidden;
-  for (int peer = 0; peer < p->ranks; peer++) {
+  for (int peer = 0; peer < (p->broadcast ? 1 : p->ranks); peer++) {
     uint8_t *to = p->out.targets[peer] + peer * p->out.block_bytes + t * cpu_row_bytes(spec);
     memcpy(to, &row->header, sizeof row->header);
     if (!body) continue;
     memcpy(to + moeflow_row_ids_offset(), row->places, choices);
     memcpy(to + moeflow_row_weights_offset(spec->top_k), row->weights, choices);
-    if (has_owner(spec, row, peer)) memcpy(to + moeflow_row_hidden_offset(spec->top_k), p->hidden + t * hidden, hidden);
+    if (p->broadcast || has_owner(spec, row, peer))
+      memcpy(to + moeflow_row_hidden_offset(spec->top_k), p->hidden + t * hidden, hidden);
   }
 }
 

@@ -83,9 +83,9 @@ moeflow_status cpu_owner_reduce(const struct cpu_call *call, const void *params)
     for (int k = 0; k < spec->top_k; k++) mine |= p->positions[r * spec->top_k + k] >= 0;
     if (spec->reduce == SPEC_REDUCE_CHOICES)
       return_choices(spec, p, r);
-    else if (p->write_empty)
+    else if (p->write_empty == MOEFLOW_EMPTY_PLAIN)
       reduce_owner(spec, p, r, 0, (uint8_t *)(uintptr_t)p->out.targets + r * spec->hidden * 2);
-    else if (mine)
+    else if (mine || p->write_empty)
       reduce_owner(spec, p, r, returns_fp32(spec), return_row(spec, p, (int)(r / p->in.rows), r % p->in.rows));
   }
   return MOEFLOW_OK;
@@ -108,6 +108,12 @@ static int list_rows(const struct spec *spec, const struct moeflow_combine_param
       weights[count] = p->token_weights[(int64_t)t * spec->top_k + k];
       rows[count++] = returned_row(spec, p, moeflow_place_owner(places[k]), (int64_t)t * spec->top_k + k);
     }
+    return count;
+  }
+  if (p->added) {
+    weights[0] = 1.0f;
+    rows[0] = returned_row(spec, p, 0, t);
+    for (int k = 0; k < spec->top_k && !count; k++) count = places[k] >= 0;
     return count;
   }
   for (int step = 0; step < p->ranks; step++) {

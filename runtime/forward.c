@@ -151,6 +151,7 @@ static struct moeflow_pack_params pack_params(const struct step *step) {
       .replicas = step->layer->replicas,
       .ids_int64 = !routed && step->args->ids_dtype == MOEFLOW_DTYPE_INT64,
       .flags = step->row_flags,
+      .broadcast = step->group->comm->ops->broadcast,
   };
 }
 
@@ -250,6 +251,12 @@ static int sums_itself(const struct step *step) {
          step->spec->reduce == SPEC_REDUCE_OWNER && (!measuring || step->args->out);
 }
 
+/* Rows without an entry here: what peers do not read is not written. */
+static enum moeflow_write_empty write_empty(const struct step *step) {
+  if (step->args->flags & MOEFLOW_FORWARD_EXPERTS) return MOEFLOW_EMPTY_PLAIN;
+  return step->group->comm->ops->broadcast ? MOEFLOW_EMPTY_ZERO : MOEFLOW_EMPTY_SKIPPED;
+}
+
 /* Where a step's weighted sums go: return rows, or with FORWARD_EXPERTS plain rows [ranks * R, H] bf16. */
 static struct moeflow_rows_out sums_out(const struct step *step) {
   if (step->args->flags & MOEFLOW_FORWARD_EXPERTS) return (struct moeflow_rows_out){step->args->out, 0};
@@ -277,7 +284,7 @@ static moeflow_status experts(const struct step *step) {
       .positions = step->lane->positions,
       .out = sums_out(step),
       .sum = sums_itself(step),
-      .write_empty = (step->args->flags & MOEFLOW_FORWARD_EXPERTS) != 0,
+      .write_empty = write_empty(step),
       .record = step->lane->record_device,
       .expert_load = layer->expert_load,
       .local_experts = layer->local_experts,
@@ -340,7 +347,7 @@ static moeflow_status reduce(const struct step *step) {
       .part_stride = part_stride(step),
       .out = sums_out(step),
       .parts = step->parts,
-      .write_empty = (step->args->flags & MOEFLOW_FORWARD_EXPERTS) != 0,
+      .write_empty = write_empty(step),
   };
   if (sums_itself(step)) return MOEFLOW_OK;
   return launch(step, KERNEL_OWNER_REDUCE, 0, reduce_blocks(step), &params);
@@ -359,6 +366,7 @@ static struct moeflow_combine_params combine_params(const struct step *step) {
       .rank = step->group->rank,
       .ranks = step->group->ranks,
       .eager = !step->captured,
+      .added = step->group->comm->ops->broadcast,
   };
 }
 

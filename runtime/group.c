@@ -214,7 +214,7 @@ static void take_fingerprint(const struct moeflow_group *group, struct fingerpri
   memset(mine, 0, sizeof *mine);
   mine->protocol = MOEFLOW_PROTOCOL;
   mine->transport = group->transport;
-  mine->nccl = group->transport == MOEFLOW_TRANSPORT_NCCL ? comm_nccl_version() : 0;
+  mine->nccl = group->comm->ops->over_nccl ? comm_nccl_version() : 0;
   mine->ranks = group->ranks;
   mine->capacity = group->capacity;
   mine->lanes = group->lane_count;
@@ -244,6 +244,12 @@ cleanup:
 }
 
 /* ---- Create and destroy ---- */
+
+static const struct comm_ops *const transports[] = {
+    [MOEFLOW_TRANSPORT_NCCL] = &comm_nccl,
+    [MOEFLOW_TRANSPORT_ALLGATHER] = &comm_allgather,
+    [MOEFLOW_TRANSPORT_LOCAL] = &comm_local,
+};
 
 static moeflow_status make(moeflow_context *const *contexts, int context_count, const moeflow_group_config *config,
                            struct moeflow_group **group_out) {
@@ -298,8 +304,7 @@ moeflow_status moeflow_group_create(moeflow_context *const *contexts, int contex
   CHECK(make(contexts, context_count, &config, &group));
   CHECK(context_enter(contexts[0]));
   entered = 1;
-  const struct comm_ops *ops = config.transport == MOEFLOW_TRANSPORT_NCCL ? &comm_nccl : &comm_local;
-  CHECK(ops->create(group, &config, &group->comm));
+  CHECK(transports[config.transport]->create(group, &config, &group->comm));
   CHECK(compare(group));
   CHECK(group_agree(group, allocate_lanes(group)));
   CHECK(group_agree(group, attach(group)));
@@ -333,6 +338,7 @@ moeflow_status moeflow_get_unique_id(moeflow_transport transport, moeflow_unique
   if (!id) return status_set(MOEFLOW_ERROR_ARGUMENT, "the place for the unique id is NULL");
   switch (transport) {
     case MOEFLOW_TRANSPORT_NCCL:
+    case MOEFLOW_TRANSPORT_ALLGATHER:
       return comm_nccl_unique_id(id);
     case MOEFLOW_TRANSPORT_LOCAL:
       return comm_local_unique_id(id);

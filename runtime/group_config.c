@@ -87,30 +87,51 @@ static moeflow_status check_local_gpu(const moeflow_group_config *config) {
 }
 
 static moeflow_status check_local(const moeflow_group_config *config, int on_gpu) {
-  if (config->nccl_comm) return status_set(MOEFLOW_ERROR_ARGUMENT, "a communicator to adopt is for the nccl transport");
+  if (config->nccl_comm) return status_set(MOEFLOW_ERROR_ARGUMENT, "a communicator to adopt is for nccl and allgather");
   if (config->ranks > 1 && !config->unique_id) {
     return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks need a unique_id, the same on all of them", config->ranks);
   }
   return on_gpu ? check_local_gpu(config) : MOEFLOW_OK;
 }
 
-static moeflow_status check_nccl(const moeflow_group_config *config, int on_gpu) {
+static moeflow_status check_nccl(const moeflow_group_config *config, const char *name, int on_gpu) {
   if (!on_gpu)
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "the nccl transport moves GPU memory; the CPU backend has local only");
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "the %s transport moves GPU memory; the CPU backend has local only", name);
   if (!config->unique_id == !config->nccl_comm) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "the nccl transport needs either a unique_id or a communicator to adopt");
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "the %s transport needs either a unique_id or a communicator to adopt", name);
   }
   if (config->nccl_comm && config->lanes != 1) {
     return status_set(MOEFLOW_ERROR_ARGUMENT, "an adopted communicator serves 1 lane, not %d", config->lanes);
   }
   if (config->unique_id && comm_local_made(config->unique_id)) {
     return status_set(MOEFLOW_ERROR_ARGUMENT,
-                      "this unique_id was made for the local transport; the nccl transport needs NCCL's");
+                      "this unique_id was made for the local transport; the %s transport needs NCCL's", name);
   }
   return MOEFLOW_OK;
 }
 
-static moeflow_status check_transport(const struct moeflow_context *context, moeflow_group_config *config) {
+/* The transport adds the owners' sums, all of one dtype since it does not know whose rows they are. */
+static moeflow_status check_allgather(moeflow_context *const *contexts, int count) {
+  const struct spec *first = &contexts[0]->plan.spec;
+  for (int i = 0; i < count; i++) {
+    const struct spec *spec = &contexts[i]->plan.spec;
+    if (spec->reduce != SPEC_REDUCE_OWNER) {
+      return status_set(MOEFLOW_ERROR_UNSUPPORTED,
+                        "the allgather transport adds the owners' sums, and %s returns choices; use nccl or local",
+                        spec->name);
+    }
+    if (spec->returned != first->returned) {
+      return status_set(MOEFLOW_ERROR_UNSUPPORTED,
+                        "%s and %s return different dtypes; the allgather transport needs a group for each", first->name,
+                        spec->name);
+    }
+  }
+  return MOEFLOW_OK;
+}
+
+static moeflow_status check_transport(moeflow_context *const *contexts, int count, moeflow_group_config *config) {
+  const struct moeflow_context *context = contexts[0];
+  moeflow_status status;
   const int on_gpu = context->backend == &backend_cuda;
   if (config->transport == MOEFLOW_TRANSPORT_AUTO) {
     const char *why;
@@ -122,10 +143,13 @@ static moeflow_status check_transport(const struct moeflow_context *context, moe
     case MOEFLOW_TRANSPORT_LOCAL:
       return check_local(config, on_gpu);
     case MOEFLOW_TRANSPORT_NCCL:
-      return check_nccl(config, on_gpu);
-    case MOEFLOW_TRANSPORT_WINDOW:
+      return check_nccl(config, "nccl", on_gpu);
     case MOEFLOW_TRANSPORT_ALLGATHER:
-      return status_set(MOEFLOW_ERROR_UNSUPPORTED, "transport %d is reserved and not in this version; use nccl or local",
+      status = check_nccl(config, "allgather", on_gpu);
+      return status == MOEFLOW_OK ? check_allgather(contexts, count) : status;
+    case MOEFLOW_TRANSPORT_WINDOW:
+      return status_set(MOEFLOW_ERROR_UNSUPPORTED,
+                        "transport %d is reserved and not in this version; use nccl, allgather or local",
                         (int)config->transport);
     default:
       return status_set(MOEFLOW_ERROR_ARGUMENT, "transport %d does not exist", (int)config->transport);
@@ -167,7 +191,7 @@ moeflow_status group_config_check(moeflow_context *const *contexts, int context_
   if (!config->timeout_ms) config->timeout_ms = TIMEOUT_MS_DEFAULT;
   CHECK(check_allocator(config->allocator));
   CHECK(check_workspace(contexts[0], config));
-  CHECK(check_transport(contexts[0], config));
+  CHECK(check_transport(contexts, context_count, config));
 cleanup:
   return status;
 }

@@ -40,7 +40,7 @@ struct group_lane {
   struct moeflow_lane *state;
   struct moeflow_record *record;        /* host view */
   struct moeflow_record *record_device; /* the same memory as kernels see it */
-  uint8_t *send;                        /* dispatch rows out, [ranks][R]; NULL for one-sided transports */
+  uint8_t *send;                        /* dispatch rows out, [ranks][R], or [R] for all; NULL for one-sided transports */
   uint8_t *received;                    /* dispatch rows in */
   uint8_t *return_send;                 /* NULL for one-sided transports */
   uint8_t *returned;

@@ -144,6 +144,10 @@ static moeflow_status check_layer_config(const struct moeflow_group *group, cons
     return status_set(MOEFLOW_ERROR_ARGUMENT, "the ring combine adds owners' sums, and %s returns choices",
                       context->plan.spec.name);
   }
+  if (config->combine == MOEFLOW_COMBINE_RING && group->comm->ops->broadcast) {
+    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "the ring combine is not for the %s transport, which adds the sums itself",
+                      group->comm->ops->name);
+  }
   return MOEFLOW_OK;
 }
 

@@ -60,7 +60,10 @@ typedef enum moeflow_transport {
   MOEFLOW_TRANSPORT_AUTO = 0,      /* the best that the group's topology allows; the log says which and why */
   MOEFLOW_TRANSPORT_NCCL = 1,      /* one all-to-all out, one back */
   MOEFLOW_TRANSPORT_WINDOW = 2,    /* one-sided stores over NVLink: reserved, not in this version */
-  MOEFLOW_TRANSPORT_ALLGATHER = 3, /* all-gather out, reduce-scatter back: reserved, not in this version */
+  MOEFLOW_TRANSPORT_ALLGATHER = 3, /* all-gather out, reduce-scatter back: every row to all ranks, and NCCL adds the owners'
+                                      sums in an order of its own, each time rounded to the return dtype. The same bits run to
+                                      run. CUDA; not for `reduce: choices`, COMBINE_RING, or models of different return dtypes
+                                      in one group (MOEFLOW_ERROR_UNSUPPORTED) */
   MOEFLOW_TRANSPORT_LOCAL = 4      /* all ranks are threads of this process, on one GPU or on the CPU. They wait for each other
                                       on the device: on a GPU each rank and lane needs a non-blocking stream of its own */
 } moeflow_transport;

@@ -21,6 +21,7 @@
   X(ncclCommUserRank)       \
   X(ncclCommCuDevice)       \
   X(ncclAllGather)          \
+  X(ncclReduceScatter)      \
   X(ncclSend)               \
   X(ncclRecv)               \
   X(ncclGroupStart)         \

@@ -310,7 +310,7 @@ struct moeflow_pack_params {
   int32_t replicas;
   int32_t ids_int64;
   uint32_t flags;            /* MOEFLOW_ROW_FAILED or 0 */
-  int32_t reserved;
+  int32_t broadcast;         /* 1: one row for all ranks, at targets[0], always with the hidden state */
 };
 
 struct moeflow_exchange_params { /* one-sided transports: raise my flags at every peer, await theirs */
@@ -424,6 +424,12 @@ struct moeflow_identity_params { /* self-test in place of gate_up and down: outp
   int32_t reserved;
 };
 
+enum moeflow_write_empty { /* what becomes of a received row without an entry here */
+  MOEFLOW_EMPTY_SKIPPED = 0, /* nothing is written for it */
+  MOEFLOW_EMPTY_PLAIN = 1,   /* zeros; out.targets is itself the address of plain rows [ranks * rows, H] bf16 */
+  MOEFLOW_EMPTY_ZERO = 2     /* its return row becomes zeros, since all ranks' are added; not with `reduce: choices` */
+};
+
 struct moeflow_owner_reduce_params {
   struct moeflow_lane *lane;
   struct moeflow_rows_in in;
@@ -432,8 +438,7 @@ struct moeflow_owner_reduce_params {
   int64_t part_stride;
   struct moeflow_rows_out out; /* return rows; `reduce: choices`: row t * K + k */
   int32_t parts;
-  int32_t write_empty;         /* out.targets is itself the address of plain rows [ranks * rows, H] bf16, all of which are
-                                  written: those without an entry here become zeros. 0: nothing is written for these */
+  int32_t write_empty;         /* enum moeflow_write_empty */
 };
 
 struct moeflow_combine_params {
@@ -448,6 +453,8 @@ struct moeflow_combine_params {
   int32_t rank;
   int32_t ranks;
   int32_t eager;           /* 0 in a captured step: the host does not know of its replays */
+  int32_t added;           /* 1: the owners' sums came as one, in the place of owner 0's; not with `reduce: choices` */
+  int32_t reserved;
 };
 
 struct moeflow_return_combine_params { /* fused: the wait for returned rows and combine */
@@ -490,7 +497,7 @@ MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_experts_params) == 296, "experts");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_pack_weights_params) == 64, "pack_weights");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_identity_params) == 72, "identity");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_owner_reduce_params) == 88, "owner_reduce");
-MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_combine_params) == 72, "combine");
-MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_return_combine_params) == 120, "return_combine");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_combine_params) == 80, "combine");
+MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_return_combine_params) == 128, "return_combine");
 MOEFLOW_STATIC_ASSERT(sizeof(struct moeflow_fill_params) == 48, "fill");
 #endif

@@ -1,5 +1,6 @@
 /* Source: one block makes one token's output from the returned rows, in FP32 and a fixed order: owners in ascending rank, or
- * with `reduce: choices` weight x value in choice order. The last kernel of a step: its block 0 ends the step. */
+ * with `reduce: choices` weight x value in choice order; or takes over what the transport has added. The last kernel of a step:
+ * its block 0 ends the step. */
 #ifndef MOEFLOW_COMBINE_CUH
 #define MOEFLOW_COMBINE_CUH
 
@@ -37,6 +38,19 @@ struct SumOwners { /* owners in ascending rank */
       for (int j = 0; j < 8; j++) sum.value[j] = i == 0 ? value.value[j] : __fadd_rn(sum.value[j], value.value[j]);
     }
     return sum;
+  }
+};
+
+struct SumAdded { /* the transport has added them: one row */
+  static __device__ __forceinline__ int start(const moeflow_combine_params &) {
+    return 0;
+  }
+
+  template <class Model>
+  static __device__ __forceinline__ Eight sum(const moeflow_combine_params &params, const OwnerList &owners, const int32_t *,
+                                              int token, int column) {
+    if (owners.count == 0) return {};
+    return load_eight<ReturnRow<Model>::fp32>(returned_row<Model>(params, 0, token), column);
   }
 };
 
@@ -113,6 +127,8 @@ template <class Model, class Variant>
 __device__ __forceinline__ void combine(const moeflow_combine_params &params) {
   if constexpr (Model::reduce_choices) {
     combine_with<Model, Variant, SumChoices>(params);
+  } else if (params.added) {
+    combine_with<Model, Variant, SumAdded>(params);
   } else {
     combine_with<Model, Variant, SumOwners>(params);
   }

@@ -102,10 +102,10 @@ struct RowSums {
 
   __device__ __forceinline__ void store(int number, const float4 &sum, bool any) const {
     if (!inside || number >= end()) return;
-    if (params.write_empty) {
+    if (params.write_empty == MOEFLOW_EMPTY_PLAIN) {
       uint8_t *out = reinterpret_cast<uint8_t *>(const_cast<uint8_t **>(params.out.targets));
       store_four<false>(out + static_cast<int64_t>(number) * Model::hidden * 2, column, sum);
-    } else if (any) {
+    } else if (any || params.write_empty) {
       uint8_t *out = row_out(params.out, number / params.in.rows, number % params.in.rows, Return::bytes);
       store_four<Return::fp32>(out, column, sum);
     }

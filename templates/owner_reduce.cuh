@@ -37,7 +37,7 @@ __device__ __forceinline__ void list_entries(const moeflow_owner_reduce_params &
   __syncthreads();
 }
 
-/* write_empty: row `number` of [ranks * rows, H] bf16, whose address stands in the place of the targets'. */
+/* MOEFLOW_EMPTY_PLAIN: row `number` of [ranks * rows, H] bf16, whose address stands in the place of the targets'. */
 __device__ __forceinline__ uint8_t *plain_out(const moeflow_rows_out &out, int number, int hidden) {
   return reinterpret_cast<uint8_t *>(const_cast<uint8_t **>(out.targets)) + static_cast<int64_t>(number) * hidden * 2;
 }
@@ -116,12 +116,12 @@ __device__ __forceinline__ void owner_reduce(const moeflow_owner_reduce_params &
         }
       }
     }
-  } else if (params.write_empty) {
+  } else if (params.write_empty == MOEFLOW_EMPTY_PLAIN) {
     uint8_t *to = plain_out(params.out, number, Model::hidden);
     for (int column = start; column < Model::hidden; column += step) {
       store_eight<false>(to, column, weighted_sum<Model>(params, list, column));
     }
-  } else if (list.count > 0) {
+  } else if (list.count > 0 || params.write_empty) {
     uint8_t *to = row_out(params.out, source, token, Return::bytes);
     for (int column = start; column < Model::hidden; column += step) {
       store_eight<Return::fp32>(to, column, weighted_sum<Model>(params, list, column));

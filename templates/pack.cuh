@@ -1,6 +1,6 @@
 /* Sender: one block packs one token into a row for each peer. The header (with ids and weights) goes to all peers, the
- * hidden state only to owners of a choice. Row 0 is written even with no tokens, since its header speaks for the whole
- * source. */
+ * hidden state only to owners of a choice; or one row, with everything, serves all of them. Row 0 is written even with no
+ * tokens, since its header speaks for the whole source. */
 #ifndef MOEFLOW_PACK_CUH
 #define MOEFLOW_PACK_CUH
 
@@ -64,12 +64,12 @@ __device__ __forceinline__ int32_t stage_header(const moeflow_pack_params &param
   return place;
 }
 
-/* The header to all peers. */
+/* The header to all peers, or into the one row. */
 template <class Model, class Variant>
 __device__ __forceinline__ void send_header(const moeflow_pack_params &params, int token, const uint4 *header) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int peer = threadIdx.x / 32; peer < params.ranks; peer += Variant::threads / 32) {
+  for (int peer = threadIdx.x / 32; peer < (params.broadcast ? 1 : params.ranks); peer += Variant::threads / 32) {
     uint4 *to = reinterpret_cast<uint4 *>(row_out(params.out, peer, token, Row<Model>::bytes));
     if (lane < header_vectors<Model>) to[lane] = header[lane];
   }
@@ -83,6 +83,13 @@ __device__ __forceinline__ const uint4 *token_hidden(const moeflow_pack_params &
 template <class Model>
 __device__ __forceinline__ uint4 *hidden_out(const moeflow_pack_params &params, int owner, int token) {
   return reinterpret_cast<uint4 *>(row_out(params.out, owner, token, Row<Model>::bytes) + Row<Model>::hidden);
+}
+
+template <class Model, class Variant>
+__device__ __forceinline__ void send_hidden(const moeflow_pack_params &params, int owner, int token) {
+  const uint4 *hidden = token_hidden<Model>(params, token);
+  uint4 *to = hidden_out<Model>(params, owner, token);
+  for (int j = threadIdx.x; j < Model::hidden / 8; j += Variant::threads) to[j] = hidden[j];
 }
 
 template <class Model, class Variant>
@@ -104,10 +111,10 @@ __device__ __forceinline__ void pack(const moeflow_pack_params &params) {
                           brings ? given_id<Model>(params, choice) : -1, brings ? params.weights[choice] : 0.0f, words);
   list_owners(place, 0, params.ranks, owners);
   send_header<Model, Variant>(params, token, header);
-  const uint4 *hidden = token_hidden<Model>(params, token);
-  for (int i = 0; i < owners.count; i++) {
-    uint4 *to = hidden_out<Model>(params, owners.owner[i], token);
-    for (int j = threadIdx.x; j < Model::hidden / 8; j += Variant::threads) to[j] = hidden[j];
+  if (params.broadcast) {
+    if (token < tokens) send_hidden<Model, Variant>(params, 0, token);
+  } else {
+    for (int i = 0; i < owners.count; i++) send_hidden<Model, Variant>(params, owners.owner[i], token);
   }
 }
 

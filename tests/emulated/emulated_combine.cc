@@ -88,7 +88,9 @@ struct Case {
             tokens,
             rank,
             ranks,
-            eager};
+            eager,
+            0,
+            0};
   }
   unsigned blocks() const {
     return static_cast<unsigned>(std::max(tokens, 1));
@@ -168,6 +170,30 @@ void model() {
   run<Model>(3, 0, 2, MOEFLOW_POISON_TOKENS_MAX);
 }
 
+/* The transport's sum is the output, rounded and scaled once; a token that nobody has a share in is zero all the same. */
+template <class Model>
+void added() {
+  Case<Model> test(5, 1, 3, 17);
+  test.returned.fill(0xff);
+  Random random(5);
+  for (int t = 0; t < test.tokens; t++) {
+    for (int i = 0; i < Model::hidden && t != 1; i++) Case<Model>::write(test.returned_row(0, t, 0), i, random.normal());
+  }
+  moeflow_combine_params params = test.params();
+  params.added = 1;
+  emulator::launch(test.blocks(), 256, 0, [&] { moeflow::combine<Model, Variant>(params); });
+  for (int t = 0; t < test.tokens; t++) {
+    for (int i = 0; i < Model::hidden; i++) {
+      bool owned = false;
+      for (int owner = 0; owner < test.ranks; owner++) owned = owned || test.owns(owner, t);
+      const float want = owned ? Case<Model>::read(test.returned_row(0, t, 0), i) * Model::output_scale : 0.0f;
+      const uint16_t got = test.out[static_cast<size_t>(t * Model::hidden + i)];
+      EXPECT(got == to_bf16(want), "token %d column %d: %04x, not %04x", t, i, got, to_bf16(want));
+    }
+  }
+  EXPECT_EQUAL(test.lane.epoch, 0u);
+}
+
 /* A single owner's values come home bit for bit, negative zero and NaN payloads too. */
 void single_owner_is_exact() {
   using Model = Shape<8, 2, 0, 0, false>;
@@ -190,6 +216,9 @@ int main() {
   model<Shape<8, 32, 0, 0, false>>();
   model<Shape<136, 3, 0, 1, false>>();
   model<Shape<2880, 8, 1, 1, true>>();
+  added<Shape<136, 3, 0, 0, false>>();
+  added<Shape<64, 8, 1, 0, true>>();
+  added<Shape<8, 2, 0, 0, true>>();
   single_owner_is_exact();
   TEST_END;
 }

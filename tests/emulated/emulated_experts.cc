@@ -205,9 +205,10 @@ void store_row(uint8_t *to, const std::vector<float> &values, bool fp32) {
 }
 
 /* Every counting entry's output, by entry number, so that owner_reduce can be checked without the lists. `splits` blocks
- * share a row; `plain`: rows that are all written, one after the other. */
+ * share a row. */
 template <class Model>
-void check_reduce(Received &received, Lists &lists, Buffer<float> &outputs, int parts, int splits, bool plain) {
+void check_reduce(Received &received, Lists &lists, Buffer<float> &outputs, int parts, int splits, int write_empty) {
+  const bool plain = write_empty == MOEFLOW_EMPTY_PLAIN;
   constexpr bool fp32 = Model::return_fp32;
   const int rows = received.ranks * received.rows;
   const int per_token = Model::reduce_choices ? Model::top_k : 1;
@@ -218,19 +219,21 @@ void check_reduce(Received &received, Lists &lists, Buffer<float> &outputs, int 
   Buffer<uint8_t *> targets(static_cast<size_t>(received.ranks));
   for (size_t p = 0; p < targets.size(); p++) targets[p] = returned.data();
   uint8_t *const *out = plain ? reinterpret_cast<uint8_t *const *>(returned.data()) : targets.data();
-  moeflow_owner_reduce_params params = {
-      &lists.lane, received.in(), lists.positions.data(), outputs.data(), stride, {out, plain ? 0 : block}, parts, plain};
+  moeflow_owner_reduce_params params = {&lists.lane,    received.in(), lists.positions.data(),
+                                        outputs.data(), stride,        {out, plain ? 0 : block},
+                                        parts,          write_empty};
   emulator::launch(static_cast<unsigned>(rows * splits), 256, 0, [&] { moeflow::owner_reduce<Model, Variant>(params); });
   std::vector<uint8_t> want(returned.size(), 0xff);
   for (int r = 0; r < rows; r++) {
     reduce_row<Model>(received, lists, outputs.data(), parts, stride, r, [&](int choice, const std::vector<float> &values) {
-      if (choice < 0 && !plain) return;
+      if (choice < 0 && !write_empty) return;
       const int row = r % received.rows * per_token + std::max(choice, 0);
       store_row(want.data() + r / received.rows * block + row * row_bytes, values, fp32 && !plain);
     });
   }
-  EXPECT(!memcmp(want.data(), returned.data(), want.size()), "H %d K %d fp32 %d choices %d parts %d splits %d plain %d",
-         Model::hidden, Model::top_k, fp32, Model::reduce_choices, parts, splits, plain);
+  EXPECT(!memcmp(want.data(), returned.data(), want.size()),
+         "H %d K %d fp32 %d choices %d parts %d splits %d write_empty %d", Model::hidden, Model::top_k, fp32,
+         Model::reduce_choices, parts, splits, write_empty);
 }
 
 template <class Model>
@@ -240,8 +243,8 @@ void check_reduces(Received &received, Lists &lists, int positions) {
     /* a gap between the parts, and exponents far apart, so that another order of sums has other bits */
     Buffer<float> outputs(static_cast<size_t>(parts * (positions * Model::hidden + 8)));
     for (size_t i = 0; i < outputs.size(); i++) outputs[i] = std::ldexp(random.normal(), random.below(12));
-    for (int plain = 0; plain <= !Model::reduce_choices; plain++) {
-      check_reduce<Model>(received, lists, outputs, parts, parts == 2 ? 3 : 1, plain != 0);
+    for (int write_empty = 0; write_empty <= (Model::reduce_choices ? 0 : MOEFLOW_EMPTY_ZERO); write_empty++) {
+      check_reduce<Model>(received, lists, outputs, parts, parts == 2 ? 3 : 1, write_empty);
     }
   }
 }

@@ -24,6 +24,7 @@ struct Setup {
   uint32_t flags = 0;
   uint32_t poison = 0;
   bool map_beyond_ranks = false;
+  bool broadcast = false; /* one row, with everything, for all */
 };
 
 constexpr int rows = 6; /* per peer in a send buffer */
@@ -65,7 +66,8 @@ class Case {
     for (int p = 0; p < setup.ranks; p++) {
       const size_t size = static_cast<size_t>(rows * layout_.bytes());
       if (setup.one_sided || p == 0)
-        buffers_.emplace_back(new Buffer<uint8_t>(size * static_cast<size_t>(setup.one_sided ? 1 : setup.ranks)));
+        buffers_.emplace_back(
+            new Buffer<uint8_t>(size * static_cast<size_t>(setup.one_sided || setup.broadcast ? 1 : setup.ranks)));
       targets_[static_cast<size_t>(p)] = buffers_.back()->data();
     }
   }
@@ -90,6 +92,7 @@ class Case {
     params.replicas = setup_.replicas;
     params.ids_int64 = setup_.int64;
     params.flags = setup_.flags;
+    params.broadcast = setup_.broadcast;
     emulator::schedule = schedule;
     const unsigned blocks = static_cast<unsigned>(std::max(setup_.tokens, 1));
     emulator::launch(blocks, 256, 0, [&] { moeflow::pack<Model, Variant>(params); });
@@ -98,7 +101,7 @@ class Case {
   void check() {
     EXPECT_EQUAL(record_.started, epoch);
     const int live = setup_.poison ? 0 : setup_.tokens;
-    for (int p = 0; p < setup_.ranks; p++) {
+    for (int p = 0; p < (setup_.broadcast ? 1 : setup_.ranks); p++) {
       uint8_t *peer = setup_.one_sided ? targets_[static_cast<size_t>(p)] : targets_[0] + p * rows * layout_.bytes();
       for (int t = 0; t < rows; t++) {
         std::vector<uint8_t> want(static_cast<size_t>(layout_.bytes()), 0xff);
@@ -152,7 +155,7 @@ class Case {
     RowWriter writer(row, layout_);
     const uint32_t poison_flag = setup_.poison ? 2 : 0;
     writer.header({epoch, static_cast<uint32_t>(live), rows, setup_.flags | poison_flag});
-    bool hit = false;
+    bool hit = setup_.broadcast && t < live; /* also where nobody owns a choice */
     for (int k = 0; k < Model::top_k; k++) {
       writer.id(k, t < live ? place(t, k) : -1);
       writer.weight(k, t < live ? weights_[static_cast<size_t>(t * Model::top_k + k)] : 0);
@@ -213,6 +216,13 @@ void model() {
   setup.tokens = 5;
   setup.poison = MOEFLOW_POISON_TIMEOUT;
   run<Model>(setup);
+  setup.broadcast = true;
+  run<Model>(setup);
+  setup.poison = 0;
+  for (int tokens : {0, 1, rows}) {
+    setup.tokens = tokens;
+    run<Model>(setup);
+  }
 }
 
 /* With no tokens nothing of the arguments is read. */

@@ -135,7 +135,9 @@ struct World {
                                             tokens,
                                             0,
                                             1,
-                                            1};
+                                            1,
+                                            0,
+                                            0};
     const size_t up_bytes = static_cast<size_t>(moeflow_gemm_shared_bytes(2, 8, 64, 64, 2));
     const size_t low_bytes = static_cast<size_t>(moeflow_gemm_shared_bytes(1, 8, 64, 64, 2));
     switch (number) {

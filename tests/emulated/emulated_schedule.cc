@@ -131,10 +131,11 @@ int every_size() {
 template <class Model, class Variant>
 class Launch {
  public:
-  Launch(int tiles, int blocks, int rows, bool write_empty, uint64_t seed)
+  Launch(int tiles, int blocks, int rows, int write_empty, uint64_t seed)
       : rows_(rows),
         tiles_(tiles),
-        pitch_(write_empty ? Model::hidden : layout_.return_bytes(false) / 2), /* plain rows, or return rows */
+        pitch_(write_empty == MOEFLOW_EMPTY_PLAIN ? Model::hidden
+                                                  : layout_.return_bytes(false) / 2), /* plain rows, or return rows */
         received_(static_cast<size_t>(rows * layout_.bytes())),
         positions_(static_cast<size_t>(rows * Model::top_k)),
         stride_(int64_t{rows} * Model::top_k * Model::hidden),
@@ -154,7 +155,7 @@ class Launch {
     params_.in = {received_.data(), 0, rows, 1, 0, rows};
     params_.positions = positions_.data();
     params_.write_empty = write_empty;
-    params_.out.targets = write_empty ? reinterpret_cast<uint8_t *const *>(target_) : &target_;
+    params_.out.targets = write_empty == MOEFLOW_EMPTY_PLAIN ? reinterpret_cast<uint8_t *const *>(target_) : &target_;
     schedule_.init(tiles, blocks, rows, entries_);
   }
 
@@ -249,7 +250,7 @@ class Launch {
 
 /* The least number of groups that the case is for. */
 template <class Model, class Variant>
-void check_sums(int tiles, int blocks, int rows, bool write_empty, bool paired, int groups, uint64_t seed) {
+void check_sums(int tiles, int blocks, int rows, int write_empty, bool paired, int groups, uint64_t seed) {
   Launch<Model, Variant> launch(tiles, blocks, rows, write_empty, seed);
   EXPECT(launch.schedule().groups >= groups && launch.schedule().paired == paired, "case %d: %d groups, %s",
          static_cast<int>(seed), launch.schedule().groups, launch.schedule().paired ? "paired" : "single");
@@ -273,13 +274,15 @@ int main() {
   every_size<Tiny, 128, 1, 64>();
   every_size<Odd, 64, 8>();
   every_size<Tiny, 128, 2>();
-  check_sums<Odd, Form<128, 1>>(4, 132, 30, false, false, 1, 1);
-  check_sums<Odd, Form<128, 4>>(4, 132, 13, true, false, 1, 2);
-  check_sums<Tiny, Form<64, 2>>(1, 4, 25, true, false, 1, 3);
-  check_sums<Odd, Form<128, 2, 64>>(1, 132, 30, false, true, 1, 4);
+  check_sums<Odd, Form<128, 1>>(4, 132, 30, MOEFLOW_EMPTY_SKIPPED, false, 1, 1);
+  check_sums<Odd, Form<128, 4>>(4, 132, 13, MOEFLOW_EMPTY_PLAIN, false, 1, 2);
+  check_sums<Tiny, Form<64, 2>>(1, 4, 25, MOEFLOW_EMPTY_PLAIN, false, 1, 3);
+  check_sums<Tiny, Form<64, 2>>(1, 4, 25, MOEFLOW_EMPTY_ZERO, false, 1, 8);
+  check_sums<Odd, Form<128, 2, 64>>(1, 132, 30, MOEFLOW_EMPTY_ZERO, true, 1, 9);
+  check_sums<Odd, Form<128, 2, 64>>(1, 132, 30, MOEFLOW_EMPTY_SKIPPED, true, 1, 4);
   using Wide = Shape<4096, 64, 8>;
-  check_sums<Wide, Form<128, 1>>(40, 1, 40, false, false, MOEFLOW_GROUP_SLOTS + 1, 5);
-  check_sums<Wide, Form<128, 2>>(40, 1, 40, true, false, 2 * MOEFLOW_GROUP_SLOTS, 6);
-  check_sums<Wide, Form<128, 1, 64>>(4, 1, 40, false, true, MOEFLOW_GROUP_SLOTS + 1, 7);
+  check_sums<Wide, Form<128, 1>>(40, 1, 40, MOEFLOW_EMPTY_SKIPPED, false, MOEFLOW_GROUP_SLOTS + 1, 5);
+  check_sums<Wide, Form<128, 2>>(40, 1, 40, MOEFLOW_EMPTY_PLAIN, false, 2 * MOEFLOW_GROUP_SLOTS, 6);
+  check_sums<Wide, Form<128, 1, 64>>(4, 1, 40, MOEFLOW_EMPTY_SKIPPED, true, MOEFLOW_GROUP_SLOTS + 1, 7);
   TEST_END;
 }

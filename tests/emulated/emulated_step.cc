@@ -76,6 +76,7 @@ template <class M>
 struct Rank {
   static constexpr int per_token = M::reduce_choices ? K : 1;
   int rank, ranks, local;
+  bool broadcast = false; /* rows go to all, and sums come home added */
   int64_t block = rows * layout.bytes(), return_block = rows * per_token * layout.return_bytes(false);
   moeflow_lane lane = lane_at(1);
   moeflow_record record = {};
@@ -139,6 +140,7 @@ struct Rank {
     p.rank = rank;
     p.ranks = ranks;
     p.replicas = 1;
+    p.broadcast = broadcast;
     launch(std::max(batch.tokens, 1), 256, [&] { moeflow::pack<M, Rows>(p); });
   }
 
@@ -191,8 +193,14 @@ struct Rank {
   }
 
   void reduce() {
-    const moeflow_owner_reduce_params p = {
-        &lane, in(), positions.data(), outputs.data(), 0, {return_targets.data(), return_block}, 1, 0};
+    const moeflow_owner_reduce_params p = {&lane,
+                                           in(),
+                                           positions.data(),
+                                           outputs.data(),
+                                           0,
+                                           {return_targets.data(), return_block},
+                                           1,
+                                           broadcast ? MOEFLOW_EMPTY_ZERO : 0};
     launch(ranks * rows, 256, [&] { moeflow::owner_reduce<M, Rows>(p); });
   }
 
@@ -207,6 +215,8 @@ struct Rank {
                                       batch.tokens,
                                       rank,
                                       ranks,
+                                      0,
+                                      broadcast,
                                       0};
     launch(std::max(batch.tokens, 1), 256, [&] { moeflow::combine<M, Rows>(p); });
   }
@@ -229,15 +239,49 @@ struct World {
     }
   }
 
+  /* Every rank's first block becomes its block everywhere. */
+  void gather() {
+    for (size_t r = 0; r < ranks.size(); r++) {
+      for (auto &to : ranks) {
+        memcpy(to->received.data() + static_cast<int64_t>(r) * to->block, ranks[r]->send.data(),
+               static_cast<size_t>(to->block));
+      }
+    }
+  }
+
+  /* The sum of all ranks' blocks p becomes rank p's first one, rounded each time. */
+  void add() {
+    for (size_t p = 0; p < ranks.size(); p++) {
+      const int64_t block = ranks[p]->return_block;
+      for (int64_t i = 0; i < block / 2; i++) {
+        uint16_t sum = 0, next;
+        for (size_t r = 0; r < ranks.size(); r++) {
+          memcpy(&next, ranks[r]->return_send.data() + static_cast<int64_t>(p) * block + 2 * i, 2);
+          sum = r == 0 ? next : to_bf16(from_bf16(sum) + from_bf16(next));
+        }
+        memcpy(ranks[p]->returned.data() + 2 * i, &sum, 2);
+      }
+    }
+  }
+
   void step(std::vector<std::unique_ptr<Batch>> &batches, Weights &weights, bool identity) {
+    const bool broadcast = ranks[0]->broadcast;
     for (size_t r = 0; r < ranks.size(); r++) ranks[r]->pack(*batches[r]);
-    exchange(&Rank<M>::send, &Rank<M>::received, ranks[0]->block);
+    if (broadcast) {
+      gather();
+    } else {
+      exchange(&Rank<M>::send, &Rank<M>::received, ranks[0]->block);
+    }
     for (auto &rank : ranks) {
       rank->lists();
       rank->experts(weights, identity);
       rank->reduce();
     }
-    exchange(&Rank<M>::return_send, &Rank<M>::returned, ranks[0]->return_block);
+    if (broadcast) {
+      add();
+    } else {
+      exchange(&Rank<M>::return_send, &Rank<M>::returned, ranks[0]->return_block);
+    }
     for (size_t r = 0; r < ranks.size(); r++) {
       ranks[r]->combine(*batches[r]);
       EXPECT_EQUAL(ranks[r]->lane.poison, 0u);
@@ -294,6 +338,29 @@ void steps(int count, Weights &weights) {
   }
 }
 
+/* The same steps with rows that go to all and sums that come home added: with one or two ranks, where each sum is rounded
+ * once, the same bits. */
+void steps_broadcast(int count, Weights &weights) {
+  World<Model<0>> world(count), other(count);
+  Random random(static_cast<uint64_t>(count) + 20);
+  for (auto &rank : world.ranks) rank->broadcast = true;
+  static const int tokens[3][4] = {{rows, 3, 0, 5}, {2, 0, rows, 1}, {0, 4, 1, rows}};
+  for (int step = 0; step < 3; step++) {
+    std::vector<std::unique_ptr<Batch>> batches;
+    for (int r = 0; r < count; r++) batches.emplace_back(new Batch(tokens[step][r], random));
+    world.step(batches, weights, false);
+    std::vector<std::vector<uint16_t>> added;
+    for (auto &batch : batches) {
+      check(*batch, weights);
+      added.emplace_back(batch->out.data(), batch->out.data() + batch->out.size());
+    }
+    other.step(batches, weights, false);
+    for (size_t r = 0; r < batches.size() && count <= 2; r++) {
+      EXPECT(std::equal(added[r].begin(), added[r].end(), batches[r]->out.data()), "%d ranks, step %d", count, step);
+    }
+  }
+}
+
 /* One set of tokens, dealt to 1, 2, 3 and 4 ranks: with `reduce: choices` the same bits come out. */
 void same_bits_for_any_ranks(Weights &weights) {
   Random random(99);
@@ -347,6 +414,7 @@ int main() {
   for (int ranks = 1; ranks <= 4; ranks++) {
     steps<Model<0>>(ranks, weights);
     steps<Model<1>>(ranks, weights);
+    steps_broadcast(ranks, weights);
   }
   same_bits_for_any_ranks(weights);
   identity_is_exact(weights);

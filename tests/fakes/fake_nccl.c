@@ -2,6 +2,7 @@
 
 #include <nccl.h>
 #include <pthread.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,17 +24,21 @@ struct fake_nccl *fake_nccl(void) {
   return &fake;
 }
 
+enum kind { GATHER, ALL_TO_ALL, REDUCE_SCATTER };
+
 struct post {
   const char *send;
   char *receive;
-  size_t bytes;
+  size_t bytes; /* of a rank's block */
   struct fake_stream *stream;
 };
 
 struct meeting { /* the ranks of one unique id */
   struct meeting *next;
   ncclUniqueId id;
-  int ranks, joined, leaving, left, posted, all_to_all;
+  int ranks, joined, leaving, left, posted;
+  enum kind kind;
+  ncclDataType_t type;
   struct post posts[RANKS_MAX];
 };
 
@@ -167,11 +172,42 @@ EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) {
   return ncclSuccess;
 }
 
+static float value_at(ncclDataType_t type, const char *from, size_t i) {
+  float value;
+  if (type == ncclFloat32) return ((const float *)from)[i];
+  const uint32_t bits = (uint32_t)((const uint16_t *)from)[i] << 16;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* Sums that are no bf16 are cut off. */
+static void store_at(ncclDataType_t type, char *to, size_t i, float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  if (type == ncclFloat32)
+    ((float *)to)[i] = value;
+  else
+    ((uint16_t *)to)[i] = (uint16_t)(bits >> 16);
+}
+
+static void add_blocks(const struct meeting *meeting, int to) {
+  const struct post *mine = &meeting->posts[to];
+  const size_t count = mine->bytes / (meeting->type == ncclFloat32 ? 4 : 2);
+  for (size_t i = 0; i < count; i++) {
+    float sum = 0;
+    for (int from = 0; from < meeting->ranks; from++) {
+      sum += value_at(meeting->type, meeting->posts[from].send + (size_t)to * mine->bytes, i);
+    }
+    store_at(meeting->type, mine->receive, i, sum);
+  }
+}
+
 static void complete(struct meeting *meeting) {
   for (int to = 0; to < meeting->ranks; to++) {
-    for (int from = 0; from < meeting->ranks; from++) {
+    if (meeting->kind == REDUCE_SCATTER) add_blocks(meeting, to);
+    for (int from = 0; meeting->kind != REDUCE_SCATTER && from < meeting->ranks; from++) {
       const struct post *source = &meeting->posts[from];
-      const char *send = source->send + (meeting->all_to_all ? (size_t)to * source->bytes : 0);
+      const char *send = source->send + (meeting->kind == ALL_TO_ALL ? (size_t)to * source->bytes : 0);
       if (source->stream && meeting->posts[to].stream) {
         memcpy(meeting->posts[to].receive + (size_t)from * source->bytes, send, source->bytes);
       }
@@ -186,9 +222,17 @@ static void complete(struct meeting *meeting) {
 
 static struct fake_stream legacy;
 
+static size_t bytes_of(ncclDataType_t type) {
+  return type == ncclFloat32 ? 4 : type == ncclBfloat16 ? 2 : 1;
+}
+
+static int fails(const char *name) {
+  const char *wanted = fake.fail_collective;
+  return wanted && !strcmp(name, wanted) && atomic_exchange(&fake.fail_collective, NULL) != NULL;
+}
+
 /* Blocks while this rank's last post still waits: one collective at a time is enough here. */
-static ncclResult_t post(ncclComm_t comm, const void *send, void *receive, size_t bytes, int all_to_all,
-                         cudaStream_t stream) {
+static ncclResult_t post(ncclComm_t comm, const struct fake_collective *call, enum kind kind) {
   struct meeting *meeting = comm->meeting;
   const struct timespec nap = {0, 1000000};
   pthread_mutex_lock(&mutex);
@@ -197,31 +241,59 @@ static ncclResult_t post(ncclComm_t comm, const void *send, void *receive, size_
     nanosleep(&nap, NULL);
     pthread_mutex_lock(&mutex);
   }
-  struct fake_stream *busy = stream ? (struct fake_stream *)stream : &legacy;
-  meeting->posts[comm->rank] = (struct post){send, receive, bytes, busy};
-  meeting->all_to_all = all_to_all;
+  struct fake_stream *busy = call->stream ? (struct fake_stream *)call->stream : &legacy;
+  const size_t bytes = call->count * bytes_of((ncclDataType_t)call->type);
+  if (fake.collective_count < FAKE_COLLECTIVES_MAX) fake.collectives[fake.collective_count++] = *call;
+  meeting->posts[comm->rank] = (struct post){call->send, call->receive, bytes, busy};
+  meeting->kind = kind;
+  meeting->type = (ncclDataType_t)call->type;
   atomic_fetch_add(&busy->pending, 1);
   if (++meeting->posted == meeting->ranks) complete(meeting);
   pthread_mutex_unlock(&mutex);
   return comm->blocking ? ncclSuccess : ncclInProgress;
 }
 
+static struct fake_collective called(const char *name, const void *send, void *receive, size_t count, ncclDataType_t type,
+                                     ncclComm_t comm, cudaStream_t stream) {
+  struct fake_collective call = {.rank = comm->rank,
+                                 .type = (int)type,
+                                 .at = fake.clock ? *fake.clock : 0,
+                                 .count = count,
+                                 .send = send,
+                                 .receive = receive,
+                                 .stream = stream};
+  snprintf(call.name, sizeof call.name, "%s", name);
+  return call;
+}
+
 EXPORT ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                                   cudaStream_t stream) {
+  const struct fake_collective call = called("ncclAllGather", send, receive, count, type, comm, stream);
   atomic_fetch_add(&fake.gathers, 1);
-  return type == ncclInt8 ? post(comm, send, receive, count, 0, stream) : ncclInvalidArgument;
+  if (fails(call.name)) return ncclSystemError;
+  return type == ncclInt8 ? post(comm, &call, GATHER) : ncclInvalidArgument;
+}
+
+EXPORT ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                      ncclComm_t comm, cudaStream_t stream) {
+  const struct fake_collective call = called("ncclReduceScatter", send, receive, count, type, comm, stream);
+  if (fails(call.name)) return ncclSystemError;
+  if (op != ncclSum || (type != ncclFloat32 && type != ncclBfloat16)) return ncclInvalidArgument;
+  return post(comm, &call, REDUCE_SCATTER);
 }
 
 #ifndef FAKE_NCCL_OLD
 EXPORT ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                                  cudaStream_t stream) {
   const struct timespec nap = {0, 1000000};
+  const struct fake_collective call = called("ncclAlltoAll", send, receive, count, type, comm, stream);
   atomic_fetch_add(&fake.all_to_alls, 1);
+  if (fails(call.name)) return ncclSystemError;
   if (fake.all_to_all_blocks) {
     while (!fake.aborted) nanosleep(&nap, NULL);
     return ncclSuccess;
   }
-  return type == ncclInt8 ? post(comm, send, receive, count, 1, stream) : ncclInvalidArgument;
+  return type == ncclInt8 ? post(comm, &call, ALL_TO_ALL) : ncclInvalidArgument;
 }
 #endif
 
@@ -263,7 +335,9 @@ EXPORT ncclResult_t ncclRecv(void *receive, size_t count, ncclDataType_t type, i
 
 EXPORT ncclResult_t ncclGroupEnd(void) {
   if (grouped.sends != grouped.receives || !grouped.comm || grouped.sends != grouped.comm->ranks) return ncclInvalidUsage;
-  return post(grouped.comm, grouped.send, grouped.receive, grouped.bytes, 1, grouped.stream);
+  const struct fake_collective call =
+      called("ncclSend", grouped.send, grouped.receive, grouped.bytes, ncclInt8, grouped.comm, grouped.stream);
+  return post(grouped.comm, &call, ALL_TO_ALL);
 }
 
 EXPORT const char *ncclGetErrorString(ncclResult_t result) {

@@ -39,6 +39,7 @@ static void fake_load(const char *nccl_name) {
   snprintf(path, sizeof path, "%s/tests/lib%s.so", MOEFLOW_BINARY_DIR, nccl_name);
   setenv("MOEFLOW_NCCL", path, 1);
   nccl_fake = ((fake_nccl_fn)fake_symbol(path, "fake_nccl"))();
+  nccl_fake->clock = &cuda->call_count;
 }
 
 /* ---- The cache ---- */

@@ -1,5 +1,6 @@
-/* Two processes, each with a GPU of its own, over NCCL: for tests. The parent never touches CUDA; each case is a fresh pair,
- * forked and awaited for a bounded time. Cubins are built once, by a child, into a cache that all cases share. */
+/* Two processes over NCCL, each with a GPU of its own unless they share one: for tests. The parent never touches CUDA; each
+ * case is a fresh pair, forked and awaited for a bounded time. Cubins are built once, by a child, into a cache that all cases
+ * share. */
 #ifndef MOEFLOW_PAIR_H
 #define MOEFLOW_PAIR_H
 
@@ -17,6 +18,8 @@
 #define BUILD_SECONDS 150
 
 static struct gpu gpu = {.world = {.ranks = RANKS, .capacity = 64}};
+static moeflow_transport pair_transport = MOEFLOW_TRANSPORT_NCCL;
+static int pair_gpus = RANKS;
 static int my_rank;
 static int pipes[RANKS][2]; /* into each rank from the other */
 
@@ -43,14 +46,14 @@ static void both_here(void) {
 
 static void start(void) {
   gpu_defaults(&gpu);
-  gpu.device = my_rank;
-  gpu.transport = MOEFLOW_TRANSPORT_NCCL;
+  gpu.device = my_rank % pair_gpus;
+  gpu.transport = pair_transport;
   gpu_start(&gpu);
   if (my_rank == 1) {
     hear(&gpu.world.id, sizeof gpu.world.id);
     return;
   }
-  EXPECT(moeflow_get_unique_id(MOEFLOW_TRANSPORT_NCCL, &gpu.world.id) == MOEFLOW_OK, "%s", moeflow_last_error());
+  EXPECT(moeflow_get_unique_id(pair_transport, &gpu.world.id) == MOEFLOW_OK, "%s", moeflow_last_error());
   tell(&gpu.world.id, sizeof gpu.world.id);
 }
 
@@ -87,9 +90,10 @@ static void fill(struct step *step, int first, int second, int seed) {
 
 /* ---- The parent ---- */
 
+/* 0 without NCCL. */
 static int gpus(void) {
   int devices = 0;
-  if (driver_load() != MOEFLOW_OK) return 0;
+  if (driver_load() != MOEFLOW_OK || nccl_load() != MOEFLOW_OK) return 0;
   return driver.cuDeviceGetCount(&devices) == CUDA_SUCCESS ? devices : 0;
 }
 
@@ -110,25 +114,16 @@ static int exit_code(pid_t child, int64_t deadline) {
 
 static void build(void) {
   gpu_defaults(&gpu);
-  for (gpu.device = 0; gpu.device < RANKS; gpu.device++) {
+  for (gpu.device = 0; gpu.device < pair_gpus; gpu.device++) {
     gpu_start(&gpu);
     gpu_build(&gpu.world.spec, gpu.arch);
   }
 }
 
-/* Skips without two GPUs, and leaves a cache with the model's cubins; pair_end removes it. */
-static void pair_begin(void) {
-  const char *given = getenv("MOEFLOW_TEST_CACHE");
-  int result = 0;
-  signal(SIGPIPE, SIG_IGN); /* the other rank may be gone */
-  pid_t child = fork();
-  if (child == 0) _exit(gpus());
-  waitpid(child, &result, 0);
-  if (!WIFEXITED(result) || WEXITSTATUS(result) < RANKS) SKIP("%d GPUs, and %d are needed", WEXITSTATUS(result), RANKS);
-  scratch_make();
-  snprintf(gpu_cache, sizeof gpu_cache, "%s", given && *given ? given : scratch_path("cache"));
+/* The model's cubins, made by a child. */
+static void pair_build(void) {
   fflush(NULL);
-  child = fork();
+  const pid_t child = fork();
   if (child == 0) {
     build();
     fflush(NULL);
@@ -136,6 +131,21 @@ static void pair_begin(void) {
   }
   const int code = exit_code(child, deadline_in(BUILD_SECONDS * 1000));
   EXPECT(code == 0, "building the cubins %s %d", code == -1 ? "hung:" : "ends with", code);
+}
+
+/* Skips without the GPUs or NCCL, and leaves a cache with the model's cubins; pair_end removes it. */
+static void pair_begin(void) {
+  const char *given = getenv("MOEFLOW_TEST_CACHE");
+  int result = 0;
+  signal(SIGPIPE, SIG_IGN); /* the other rank may be gone */
+  pid_t child = fork();
+  if (child == 0) _exit(gpus());
+  waitpid(child, &result, 0);
+  if (!WIFEXITED(result) || WEXITSTATUS(result) < pair_gpus)
+    SKIP("%d GPU(s) with NCCL, and %d are needed", WEXITSTATUS(result), pair_gpus);
+  scratch_make();
+  snprintf(gpu_cache, sizeof gpu_cache, "%s", given && *given ? given : scratch_path("cache"));
+  pair_build();
 }
 
 static void pair_end(void) {

@@ -1,4 +1,4 @@
-/* Two processes, each with a GPU of its own, over NCCL. */
+/* Two processes, each with a GPU of its own, over both transports of NCCL. */
 #include "pair.h"
 
 #define TOKENS 40
@@ -13,10 +13,10 @@ static void case_layer(void) {
     struct step step = {.tokens_max = i < 3 ? counts[i][0] : 40};
     fill(&step, counts[i][0], counts[i][1], 300 + i);
     run(&step);
-    expect_mine(&step, "over nccl");
+    expect_mine(&step, "a step");
     step.flags = MOEFLOW_FORWARD_IDENTITY;
     run(&step);
-    expect_mine(&step, "identity over nccl");
+    expect_mine(&step, "identity");
     step_free(&gpu.world, &step);
   }
   close_rank();
@@ -142,6 +142,7 @@ static void case_adopt(void) {
   group.rank = my_rank;
   group.ranks = RANKS;
   group.capacity = gpu.world.capacity;
+  group.transport = pair_transport;
   group.nccl_comm = comm;
   EXPECT(moeflow_open(&open, &mine->context) == MOEFLOW_OK, "%s", moeflow_last_error());
   EXPECT(moeflow_group_create(&mine->context, 1, &group, &mine->group) == MOEFLOW_OK, "%s", moeflow_last_error());
@@ -179,13 +180,9 @@ static void case_all_kinds_captured(void) {
   CUstream stream;
   CUgraph graph;
   CUgraphExec exec;
-  __typeof__(ncclReduceScatter) *reduce_scatter = NULL;
   start();
   memcpy(&id, &gpu.world.id, sizeof id);
   EXPECT(nccl_load() == MOEFLOW_OK, "%s", moeflow_last_error());
-  void *library = dlopen(nccl.path, RTLD_NOW | RTLD_LOCAL);
-  *(void **)&reduce_scatter = library ? dlsym(library, "ncclReduceScatter") : NULL;
-  EXPECT(reduce_scatter != NULL);
   EXPECT(nccl.ncclCommInitRankConfig(&comm, RANKS, id, my_rank, &config) == ncclSuccess);
   CU(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
   void *send = gpu_pointer(gpu_memory(NULL, RANKS * bytes)), *receive = gpu_pointer(gpu_memory(NULL, RANKS * bytes));
@@ -193,7 +190,8 @@ static void case_all_kinds_captured(void) {
     if (captured) CUX(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
     all_to_all(send, receive, bytes, comm, (cudaStream_t)stream);
     EXPECT(nccl.ncclAllGather(send, receive, bytes, ncclInt8, comm, (cudaStream_t)stream) == ncclSuccess);
-    EXPECT(reduce_scatter(send, receive, bytes / 2, ncclBfloat16, ncclSum, comm, (cudaStream_t)stream) == ncclSuccess);
+    EXPECT(nccl.ncclReduceScatter(send, receive, bytes / 2, ncclBfloat16, ncclSum, comm, (cudaStream_t)stream) ==
+           ncclSuccess);
   }
   CUX(cuStreamEndCapture(stream, &graph));
   CUX(cuGraphInstantiate(&exec, graph, 0));
@@ -220,6 +218,12 @@ int main(void) {
   run_case("rank dies", case_rank_dies);
   run_case("adopt", case_adopt);
   run_case("all kinds captured", case_all_kinds_captured);
+  pair_transport = MOEFLOW_TRANSPORT_ALLGATHER;
+  run_case("allgather: layer", case_layer);
+  run_case("allgather: two lanes", case_two_lanes);
+  run_case("allgather: graph", case_graph);
+  run_case("allgather: rank dies", case_rank_dies);
+  run_case("allgather: adopt", case_adopt);
   pair_end();
   TEST_END;
 }

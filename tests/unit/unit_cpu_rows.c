@@ -104,6 +104,23 @@ static void test_pack(int ids_int64) {
   EXPECT(record.started == 7, "record");
 }
 
+/* One row with everything serves all ranks, also where nobody owns a choice. */
+static void test_pack_broadcast(void) {
+  static const int32_t want[4][K] = {{0, 1, 0}, {1 << 16, -1, -1}, {1 << 16 | 1, -1, -1}, {-1, -1, -1}};
+  struct sent sent;
+  uint8_t *targets[RANKS];
+  reset(7);
+  fill_sent(&sent);
+  struct moeflow_pack_params p = pack_params(&sent, targets, 4);
+  p.broadcast = 1;
+  cpu_pack(&call, &p);
+  for (int t = 0; t < 4; t++) {
+    EXPECT(!memcmp(received[0][t] + 16, want[t], sizeof want[t]), "places of token %d", t);
+    EXPECT(!memcmp(received[0][t] + 128, sent.hidden[t], 2 * H), "hidden of token %d", t);
+  }
+  EXPECT(received[0][4][0] == 0xff && received[1][0][0] == 0xff, "nothing else");
+}
+
 static void test_pack_without_tokens(void) {
   struct sent sent;
   uint8_t *targets[RANKS];
@@ -265,6 +282,7 @@ int main(void) {
   EXPECT(moeflow_row_bytes(K, H, 2, 0) == 256, "the rows of this test");
   test_pack(0);
   test_pack(1);
+  test_pack_broadcast();
   test_pack_without_tokens();
   test_replicas();
   test_lists(LOCAL, 8);

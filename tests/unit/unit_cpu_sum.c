@@ -107,7 +107,7 @@ static void test_parts(void) {
     EXPECT(got == want, "column %d: %g, want %g", i, got, want);
   }
   p.out = (struct moeflow_rows_out){(uint8_t *const *)plain, 0};
-  p.write_empty = 1;
+  p.write_empty = MOEFLOW_EMPTY_PLAIN;
   cpu_owner_reduce(&call, &p);
   for (int i = 0; i < RANKS * ROWS * H; i++) {
     const float want = i / H == 3 ? 0.5f * (float)(3 + 3 * (i % H)) : 0;
@@ -115,7 +115,14 @@ static void test_parts(void) {
   }
   EXPECT(plain[RANKS * ROWS][0] == 0xffff, "one row too many");
   p.out = (struct moeflow_rows_out){targets, sizeof returned[0]};
-  p.write_empty = 0;
+  p.write_empty = MOEFLOW_EMPTY_ZERO;
+  memset(returned, 0xff, sizeof returned);
+  cpu_owner_reduce(&call, &p);
+  for (int r = 0; r < RANKS * ROWS; r++) {
+    const float want = r == 3 ? 0.5f * 3 : 0, got = value_of(returned[r / ROWS][r % ROWS], 0);
+    EXPECT(got == want, "row %d: %g, want %g", r, got, want);
+  }
+  p.write_empty = MOEFLOW_EMPTY_SKIPPED;
   spec.reduce = SPEC_REDUCE_CHOICES;
   cpu_owner_reduce(&call, &p);
   for (int i = 0; i < H; i++) {
@@ -135,7 +142,7 @@ static void put_return(int owner, int row, float value) {
 
 static float combined(cpu_kernel kernel, const int32_t *places, const float *weights, int rank, uint16_t *out) {
   const struct moeflow_combine_params p = {
-      &lane, &record, places, weights, returned[0][0], sizeof returned[0], (uint8_t *)out, 2, rank, RANKS, 1};
+      &lane, &record, places, weights, returned[0][0], sizeof returned[0], (uint8_t *)out, 2, rank, RANKS, 1, 0, 0};
   memset(out, 0x55, 3 * H * sizeof *out);
   kernel(&call, &p);
   EXPECT(out[0] == out[H - 1] && out[2 * H] == 0x5555, "all columns, two tokens");
@@ -165,6 +172,26 @@ static void test_combine_owners(void) {
   spec.scale_on = SPEC_SCALE_OUTPUT; /* 258.75 / 2 = 129.375 -> 129 */
   EXPECT(combined(cpu_combine, places, weights, 0, out) == 129, "scaled before the only rounding: %g",
          cpu_from_bf16(out[0]));
+  spec.scale = 1;
+  spec.scale_on = SPEC_SCALE_WEIGHTS;
+}
+
+/* What the transport has added is taken as it is, in the place of owner 0's; scaled, and zero where nobody has a share. */
+static void test_combine_added(void) {
+  const int32_t places[2 * K] = {2 << 16, -1, 1 << 16 | 3, -1, -1, -1};
+  const float weights[2 * K] = {7, 7, 7, 7, 7, 7};
+  uint16_t out[3 * H];
+  struct moeflow_combine_params p = {
+      &lane, &record, places, weights, returned[0][0], sizeof returned[0], (uint8_t *)out, 2, 1, RANKS, 1, 1, 0};
+  spec.returned = SPEC_WIRE_BF16;
+  spec.reduce = SPEC_REDUCE_OWNER;
+  reset();
+  put_return(0, 0, 1.5f);
+  spec.scale = 0.5;
+  spec.scale_on = SPEC_SCALE_OUTPUT;
+  cpu_combine(&call, &p);
+  EXPECT(cpu_from_bf16(out[0]) == 0.75f && cpu_from_bf16(out[H - 1]) == 0.75f, "%g", cpu_from_bf16(out[0]));
+  EXPECT(out[H] == 0 && out[2 * H - 1] == 0, "a token without owners");
   spec.scale = 1;
   spec.scale_on = SPEC_SCALE_WEIGHTS;
 }
@@ -218,6 +245,7 @@ int main(void) {
   test_owner_reduce(SPEC_WIRE_FP32, SPEC_REDUCE_CHOICES);
   test_parts();
   test_combine_owners();
+  test_combine_added();
   test_combine_choices();
   test_poisoned();
   test_fill();

@@ -117,7 +117,9 @@ static void test_refused(void) {
       {"", "--tokens 1/2/3", 2, {"3 counts", "2 ranks"}},
       {"", "--ep 12", 2, {"12", "11"}},
       {"", "--backend cpu --transport window", 2, {"window", "not in this version"}},
-      {"", "--transport allgather", 2, {"allgather", "not in this version"}},
+      {"", "--backend cpu --transport allgather", 2, {"allgather", "GPU"}},
+      {"", "--transport allgather --reduce choices", 2, {"allgather", "choices"}},
+      {"", "--transport allgather --combine ring", 2, {"allgather", "ring"}},
       {"", "--backend cpu --transport nccl", 2, {"nccl", "GPU"}},
       {"", "--backend cpu --host-memory 1000", 5, {"1000", "--host-memory"}},
       {"", "--backend cpu --die-rank 0", 2, {"--die-rank", ""}},
@@ -129,6 +131,7 @@ static void test_refused(void) {
       {"MOEFLOW_TIMEOUT_S=0", "--backend cpu", 2, {"MOEFLOW_TIMEOUT_S", ""}},
       {"MOEFLOW_CUDA_LIB=/nonexistent/libcuda.so", "--backend cuda", 5, {"GPU", "/nonexistent/libcuda.so"}},
       {"MOEFLOW_CUDA_LIB=/nonexistent/libcuda.so", "--transport nccl", 5, {"2 ranks", "0 GPUs"}},
+      {"MOEFLOW_CUDA_LIB=/nonexistent/libcuda.so", "--transport allgather", 5, {"allgather needs", "0 GPUs"}},
   };
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
     const int code = run(rows[i].before, rows[i].arguments);

@@ -35,27 +35,30 @@ def bench_layer(spec: object) -> dict[str, Callable[[int], None]]:
     the weights gate_up (E / ep, 2I, H) and down (E / ep, H, I), the inputs layer (hidden, ids, weights, out of this rank's
     tokens, or None) and experts (the same of all ranks' rows). The callables may be captured.
 
-    "nccl"     the whole layer, from spec.layer's hidden states, ids and weights to its out: pack, one all-to-all out,
-               expert index, expert prepare, gate-up, down, owner reduce, one all-to-all back, combine. Collective over
-               torch.distributed, which must be initialised with ep ranks.
-    "experts"  what this rank computes between the exchanges, on the rows of spec.experts. Counted: the experts (gate-up,
-               activation, down) and the weighted sums into out, rows without an expert of this rank written as zeros.
-               Beforehand and not counted: packing of rows, expert index and expert prepare, which one whole step does when
-               the arm is built, in a group of one rank in which other ranks' experts have no place. Each call has a group of
-               its own, which keeps its rows and lists until the callable is dropped.
+    "nccl"       the whole layer, from spec.layer's hidden states, ids and weights to its out: pack, one all-to-all out,
+                 expert index, expert prepare, gate-up, down, owner reduce, one all-to-all back, combine. Collective
+                 over torch.distributed, which must be initialised with ep ranks.
+    "allgather"  the same over an all-gather out and a reduce-scatter back.
+    "experts"    what this rank computes between the exchanges, on the rows of spec.experts. Counted: the experts (gate-
+                 up, activation, down) and the weighted sums into out, rows without an expert of this rank written as
+                 zeros. Beforehand and not counted: packing of rows, expert index and expert prepare, which one whole
+                 step does when the arm is built, in a group of one rank in which other ranks' experts have no place.
+                 Each call has a group of its own, which keeps its rows and lists until the callable is dropped.
 
-    Whole layers share a group per shape, capacity and weights, which lives until the process ends. FP8 shapes have no arms
-    yet. Library and moeflow-gen are found as `moeflow.load` and `moeflow.generator.find` say.
+    Whole layers share a group per transport, shape, capacity and weights, which lives until the process ends. FP8 shapes
+    have no arms yet. Library and moeflow-gen are found as `moeflow.load` and `moeflow.generator.find` say.
     """
     library.load(spec.library)
     if spec.shape.dtype != "bf16":
         return {}
     calls = {}
-    if "nccl" in spec.arms and spec.layer is not None:
-        layer, inputs = whole_layer(spec), spec.layer
+    for transport in ("nccl", "allgather"):
+        if transport not in spec.arms or spec.layer is None:
+            continue
+        layer, inputs = whole_layer(spec, transport), spec.layer
         args = layer.arguments(inputs.hidden, inputs.out, ids=inputs.ids, weights=inputs.weights,
                                tokens_max=int(inputs.hidden.shape[0]))
-        calls["nccl"] = launcher(layer, args, inputs)
+        calls[transport] = launcher(layer, args, inputs)
     if "experts" in spec.arms:
         layer, rows = experts_alone(spec), int(spec.experts.hidden.shape[0])
         calls["experts"] = launcher(layer, layer.experts_arguments(spec.experts.out, tokens_max=rows), spec.experts)
@@ -86,12 +89,12 @@ def context_of(spec: object) -> Context:
 _layers: dict[tuple, Layer] = {}
 
 
-def whole_layer(spec: object) -> Layer:
+def whole_layer(spec: object, transport: str) -> Layer:
     """The layer of a group over all ranks. Collective when it is made; the inputs differ from call to call, it does not."""
-    key = (spec.shape, spec.capacity, spec.rank, id(spec.gate_up), id(spec.down))  # the layer keeps both alive
+    key = (transport, spec.shape, spec.capacity, spec.rank, id(spec.gate_up), id(spec.down))  # the layer keeps both alive
     if key not in _layers:
-        group = Group(context_of(spec), spec.rank, spec.shape.ep, capacity=spec.capacity, transport="nccl",
-                      unique_id=unique_id_from_torch("nccl"))
+        group = Group(context_of(spec), spec.rank, spec.shape.ep, capacity=spec.capacity, transport=transport,
+                      unique_id=unique_id_from_torch(transport))
         _layers[key] = ready(Layer(group), spec)
     return _layers[key]
 

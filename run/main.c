@@ -5,6 +5,7 @@
 
 #include "environment.h"
 #include "exit_code.h"
+#include "explain_hang.h"
 #include "hand_example.h"
 #include "launch.h"
 #include "setup.h"
@@ -91,6 +92,10 @@ int main(int argc, char **argv) {
   }
   if (setup.options.version) return finish(print_version());
   if (setup.options.hand_example) return finish(hand_example_print(stdout));
+  if (setup.options.explain_hang) {
+    status = explain_hang(setup.options.explain_hang, stdout);
+    return finish(status == MOEFLOW_OK ? 0 : refuse(status));
+  }
   status = setup_create(&setup);
   const int code = status != MOEFLOW_OK ? refuse(status) : run(&setup);
   setup_destroy(&setup);

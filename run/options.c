@@ -165,6 +165,9 @@ static const struct option_row table[] = {
      "bound of every wait for a peer in seconds; default: MOEFLOW_TIMEOUT_S, else 60", .minimum = 1, .maximum = 86400},
     {"rendezvous", 0, OPTION_TEXT, AT(rendezvous), "HOST:PORT",
      .help = "where rank 0 listens, under a launcher; default: MASTER_ADDR and MASTER_PORT + 1, else this machine"},
+    {"flight", 0, OPTION_TEXT, AT(flight), "FILE",
+     .help = "where a rank that finds the group poisoned writes what it knows of its peers; FILE.rankN with several ranks"},
+    {"explain-hang", 0, OPTION_TEXT, AT(explain_hang), "FILE", .help = "read such a file aloud, and no more"},
     {"format", 0, OPTION_CHOICE, AT(format), "text|json", "of the result on stdout; default text", .choices = formats},
     {"output", 0, OPTION_TEXT, AT(output), "FILE", .help = "write the JSON there as well"},
     {"machine", 0, OPTION_TEXT, AT(machine), "NAME", .help = "in the JSON; default: from the GPUs, such as h200x2"},
@@ -215,7 +218,7 @@ moeflow_status options_parse(int argc, char **argv, struct options *options) {
   moeflow_status status = MOEFLOW_OK;
   for (int i = 1; i < argc && status == MOEFLOW_OK; i++) {
     status = argv[i][0] == '-' ? option_parse(table, 0, argc, argv, &i, options) : read_model(argv[i], options);
-    if (options->help || options->version || options->hand_example) return MOEFLOW_OK;
+    if (options->help || options->version || options->hand_example || options->explain_hang) return status;
   }
   if (status == MOEFLOW_OK && !options->model) status = status_set(MOEFLOW_ERROR_ARGUMENT, "no model given");
   if (status == MOEFLOW_ERROR_ARGUMENT) return status_set(status, "%s; see moeflow-run --help", moeflow_last_error());

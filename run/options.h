@@ -32,7 +32,7 @@ struct options {
   int64_t backend;   /* moeflow_backend or OPTIONS_UNSET */
   int64_t transport; /* moeflow_transport */
   int64_t capacity, experts;
-  const char *dtype, *cache, *rendezvous, *output, *machine;
+  const char *dtype, *cache, *rendezvous, *output, *machine, *flight, *explain_hang;
   uint64_t seed;
   struct options_routing routing;
   int64_t check_rows;

@@ -183,6 +183,7 @@ cleanup:
 static moeflow_status create_group(struct worker *worker) {
   const struct setup *setup = worker->setup;
   moeflow_unique_id id = {{0}};
+  char flight[4096];
   moeflow_group_config config = MOEFLOW_GROUP_CONFIG_INIT;
   moeflow_status status = MOEFLOW_OK;
   if (worker->rank == 0) status = moeflow_get_unique_id(setup->transport, &id);
@@ -195,6 +196,12 @@ static moeflow_status create_group(struct worker *worker) {
   config.transport = setup->transport;
   config.unique_id = &id;
   config.timeout_ms = (int)setup->options.timeout * 1000;
+  if (setup->options.flight) {
+    char suffix[24] = "";
+    if (setup->ep > 1) snprintf(suffix, sizeof suffix, ".rank%d", worker->rank);
+    snprintf(flight, sizeof flight, "%s%s", setup->options.flight, suffix);
+    config.flight = flight;
+  }
   CHECK(worker_agree(worker, moeflow_group_create(&worker->context, 1, &config, &worker->group)));
 
 cleanup:

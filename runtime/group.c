@@ -152,6 +152,7 @@ static void tear_down(struct moeflow_group *group) {
   if (entered) context_leave(context);
   if (group->workspace_of) atomic_fetch_sub(&group->workspace_of->borrowers, 1);
   for (int i = 0; i < group->context_count; i++) atomic_fetch_sub(&group->contexts[i]->groups, 1);
+  free(group->flight);
   free(group->contexts);
   handle_destroy(group, HANDLE_GROUP);
 }
@@ -302,6 +303,7 @@ moeflow_status moeflow_group_create(moeflow_context *const *contexts, int contex
   CHECK(config_read(config_given, &config, sizeof config, "moeflow_group_config"));
   CHECK(group_config_check(contexts, context_count, &config));
   CHECK(make(contexts, context_count, &config, &group));
+  if (config.flight && !(group->flight = strdup(config.flight))) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for a path");
   CHECK(context_enter(contexts[0]));
   entered = 1;
   CHECK(transports[config.transport]->create(group, &config, &group->comm));

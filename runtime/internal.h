@@ -97,6 +97,8 @@ struct moeflow_group {
   volatile uint32_t *abort;             /* in `shared` */
   volatile uint32_t *abort_device;
   int connected;                        /* the transport's connect ran */
+  char *flight;                         /* the flight record's path, NULL for none */
+  atomic_int flown;                     /* it was written */
   struct moeflow_group *workspace_of;   /* whose activations and outputs this group uses; NULL: its own */
   atomic_int borrowers;                 /* living groups that use this one's */
   atomic_int layers;

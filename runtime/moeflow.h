@@ -172,9 +172,12 @@ typedef struct moeflow_group_config {
   moeflow_group *workspace_of;        /* a group of this rank on the same device, whose lanes' activations and outputs are used
                                          instead of own ones; its shapes and capacity must be large enough. Steps of both on
                                          one lane must be ordered by the caller, on one stream. It must outlive this group */
+  const char *flight;                 /* a file that moeflow_poll writes once, when it first finds the group poisoned over a
+                                         one-sided transport: flags and headers of all peers, for `moeflow-run --explain-hang`.
+                                         A path of this rank's own; copied; NULL: none. The log says where it is */
 } moeflow_group_config;
 #define MOEFLOW_GROUP_CONFIG_INIT \
-  { sizeof(moeflow_group_config), 0, 1, 128, 1, MOEFLOW_TRANSPORT_AUTO, NULL, NULL, 0, 0, NULL, NULL }
+  { sizeof(moeflow_group_config), 0, 1, 128, 1, MOEFLOW_TRANSPORT_AUTO, NULL, NULL, 0, 0, NULL, NULL, NULL }
 
 /* A fresh id for a group, to be carried to the other ranks by the caller. */
 MOEFLOW_API moeflow_status moeflow_get_unique_id(moeflow_transport transport, moeflow_unique_id *id);
@@ -261,7 +264,8 @@ typedef struct moeflow_weights {
   { sizeof(moeflow_weights), NULL, 0, 0, NULL, 0, 0, NULL, NULL, NULL, NULL, MOEFLOW_GATE_UP, NULL, NULL, NULL, NULL, 0 }
 
 /* May be called again between steps; a captured graph keeps the weights that it was captured with. On a GPU each binding may
- * take some device memory (256 bytes a local expert), which stays until the layer is destroyed. */
+ * take some device memory (256 bytes a local expert), which stays until the layer is destroyed; it copies to the device on a
+ * stream of its own and blocks for that, so it does not go into a capture. */
 MOEFLOW_API moeflow_status moeflow_layer_bind(moeflow_layer *layer, const moeflow_weights *weights);
 
 /* Packed weights, opt-in: a plan built with `moeflow-gen build --packed` has kernels that read weights in the order in which
@@ -269,7 +273,10 @@ MOEFLOW_API moeflow_status moeflow_layer_bind(moeflow_layer *layer, const moeflo
 MOEFLOW_API moeflow_status moeflow_layer_packed_bytes(const moeflow_layer *layer, int64_t *gate_up_bytes, int64_t *down_bytes);
 
 /* Enqueues the packing of local experts first .. first + count - 1 of plain weights, described as for moeflow_layer_bind, into
- * the caller's memory: one expert after the other, from to_gate_up and to_down on, which are multiples of 16. */
+ * the caller's memory: one expert after the other, from to_gate_up and to_down on, which are multiples of 16. In the order of
+ * `stream`; may be captured. `plain` is read during the call, the matrices that it names while the kernels run. `plain` not as
+ * moeflow_layer_bind wants it, experts that the layer does not have and memory that is missing or misaligned are
+ * MOEFLOW_ERROR_ARGUMENT, and then nothing is enqueued. */
 MOEFLOW_API moeflow_status moeflow_layer_pack(moeflow_layer *layer, const moeflow_weights *plain, int local_expert_first,
                                               int count, void *to_gate_up, void *to_down, void *stream);
 

@@ -1,5 +1,6 @@
 #include "number.h"
 
+#include <float.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -78,5 +79,6 @@ const char *number_read_decimal(const char *text, double *value) {
   double power = 1;
   for (int i = exponent < 0 ? -exponent : exponent; i > 0; i--) power *= 10;
   *value = exponent < 0 ? (double)mantissa / power : (double)mantissa * power;
+  if (!(*value <= DBL_MAX)) return "is out of range";
   return NULL;
 }

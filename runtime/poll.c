@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "deadline.h"
+#include "flight.h"
 #include "internal.h"
 
 /* ---- What a record says ---- */
@@ -105,12 +106,38 @@ static moeflow_status look_failed(const struct moeflow_group *group, struct grou
                     record->failed_peer - 1, record->failed_step, (int)(lane - group->lanes));
 }
 
+/* Once; the verdict stays what it is, whatever becomes of the record. */
+static void fly(struct moeflow_group *group) {
+  struct moeflow_context *context = group->contexts[0];
+  char verdict[1024];
+  if (!group->flight || !group->comm->ops->one_sided || atomic_exchange(&group->flown, 1)) return;
+  snprintf(verdict, sizeof verdict, "%s", moeflow_last_error());
+  moeflow_status status = context_enter(context);
+  if (status == MOEFLOW_OK) {
+    status = flight_write(group, group->flight);
+    context_leave(context);
+  }
+  if (status == MOEFLOW_OK) {
+    context_log(context, MOEFLOW_LOG_ERROR,
+                "rank %d: what is known of the peers' last steps is in %s; moeflow-run "
+                "--explain-hang %s reads it aloud",
+                group->rank, group->flight, group->flight);
+  } else {
+    context_log(context, MOEFLOW_LOG_ERROR, "rank %d: %s", group->rank, moeflow_last_error());
+  }
+  status_set(MOEFLOW_ERROR_PEER, "%s", verdict);
+}
+
 /* *stuck: the first lane that is still busy, NULL when none is. */
 static moeflow_status look(struct moeflow_group *group, struct group_lane **stuck, struct moeflow_record *stuck_record) {
   *stuck = NULL;
   for (int i = 0; i < group->lane_count; i++) {
     struct moeflow_record record = read_record(&group->lanes[i]);
-    if (record.poison) return say_poison(group, i, &record);
+    if (record.poison) {
+      moeflow_status poisoned = say_poison(group, i, &record);
+      fly(group);
+      return poisoned;
+    }
     moeflow_status status = look_failed(group, &group->lanes[i], &record);
     if (status != MOEFLOW_OK) return status;
     if (*stuck || !lane_busy(&group->lanes[i], &record)) continue;

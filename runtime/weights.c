@@ -38,7 +38,8 @@ static moeflow_status take_matrix(const struct moeflow_layer *layer, const struc
                       "%s: strides of %lld bytes an expert and %lld a row do not hold [%lld, %lld] bf16", lent->name,
                       (long long)expert_stride, (long long)row_stride, (long long)lent->rows, (long long)lent->columns);
   }
-  if (((uintptr_t)lent->base | (uint64_t)row_stride | (lent->experts ? 0 : (uint64_t)expert_stride)) % WEIGHT_ALIGN) {
+  if (((lent->experts ? 0 : (uintptr_t)lent->base) | (uint64_t)row_stride | (lent->experts ? 0 : (uint64_t)expert_stride)) %
+      WEIGHT_ALIGN) {
     return status_set(MOEFLOW_ERROR_ARGUMENT, "%s: address %p and strides %lld and %lld must be multiples of %d bytes",
                       lent->name, lent->base, (long long)expert_stride, (long long)row_stride, WEIGHT_ALIGN);
   }

@@ -33,6 +33,7 @@ struct world {
   /* set these; zero means the default */
   struct spec spec;
   int ranks, capacity, lanes, timeout_ms, replicas;
+  const char *flight; /* rank 0's flight record */
   moeflow_combine combine;
   const int32_t *places;
   moeflow_gate_up_order order;
@@ -228,6 +229,7 @@ static void world_open_rank(struct world *world, int rank, void *argument) {
   config.transport = MOEFLOW_TRANSPORT_LOCAL;
   config.unique_id = &world->id;
   config.timeout_ms = world->timeout_ms;
+  config.flight = rank == 0 ? world->flight : NULL;
   for (int i = 0; world->places && i < world->spec.experts * world->replicas; i++) {
     const int slot = world->places[i] < 0 ? -1 : world->places[i] & 0xffff;
     if (config.local_experts_max < slot + 1) config.local_experts_max = slot + 1;

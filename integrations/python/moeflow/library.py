@@ -61,7 +61,7 @@ class GroupConfig(SizedStructure):
     _fields_ = [("size", ctypes.c_size_t), ("rank", ctypes.c_int), ("ranks", ctypes.c_int), ("capacity", ctypes.c_int),
                 ("lanes", ctypes.c_int), ("transport", ctypes.c_int), ("unique_id", ctypes.c_void_p),
                 ("nccl_comm", ctypes.c_void_p), ("timeout_ms", ctypes.c_int), ("local_experts_max", ctypes.c_int),
-                ("allocator", ctypes.c_void_p), ("workspace_of", ctypes.c_void_p)]
+                ("allocator", ctypes.c_void_p), ("workspace_of", ctypes.c_void_p), ("flight", ctypes.c_char_p)]
 
 
 class LayerConfig(SizedStructure):

@@ -34,8 +34,11 @@ struct comm_ops {
   /* The rest may be NULL. Collective, bounded, from the first moeflow_prepare and before any step: exchanges `rows` rows each
    * way once, so that the transport connects now. */
   moeflow_status (*connect)(struct comm *comm, struct group_lane *lane, int rows);
-  /* Takes over a lane's memory that peers may still write when this rank has left; the last rank to leave releases it. */
-  void (*keep)(struct comm *comm, void *memory, size_t bytes);
+  /* Memory for a lane's window, zero-filled; NULL: group_allocate. Not collective. */
+  moeflow_status (*window_allocate)(struct comm *comm, size_t bytes, void **memory);
+  /* Takes a lane's window back, before destroy, and frees it once no peer can store into it; NULL: group_release, after
+   * destroy. */
+  void (*window_release)(struct comm *comm, void *memory, size_t bytes);
 };
 extern const struct comm_ops comm_nccl;
 extern const struct comm_ops comm_allgather;

@@ -71,7 +71,8 @@ static moeflow_status local_gather(struct comm *comm, const void *mine, size_t b
   return hub_gather(local->hub, local->group->rank, mine, bytes, all, local->group->timeout_ms);
 }
 
-static void local_keep(struct comm *comm, void *memory, size_t bytes) {
+/* Peers may still store into it when this rank has left. */
+static void local_window_release(struct comm *comm, void *memory, size_t bytes) {
   struct comm_local *local = local_of(comm);
   struct hub_memory kept = {.memory = memory, .bytes = bytes, .allocator = local->group->allocator};
   if (local->hub) {
@@ -124,5 +125,5 @@ const struct comm_ops comm_local = {
     .exchange = local_exchange,
     .health = local_health,
     .abort = local_abort,
-    .keep = local_keep,
+    .window_release = local_window_release,
 };

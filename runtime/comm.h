@@ -43,11 +43,14 @@ struct comm_ops {
 extern const struct comm_ops comm_nccl;
 extern const struct comm_ops comm_allgather;
 extern const struct comm_ops comm_local;
+extern const struct comm_ops comm_window;
 
 /* A fresh id: NCCL's own, or random bytes behind a mark that NCCL's ids do not carry. */
 moeflow_status comm_nccl_unique_id(moeflow_unique_id *id);
 moeflow_status comm_local_unique_id(moeflow_unique_id *id);
 int comm_local_made(const moeflow_unique_id *id);
+moeflow_status comm_window_unique_id(moeflow_unique_id *id);
+int comm_window_made(const moeflow_unique_id *id);
 
 /* The loaded NCCL's version for the ranks' fingerprint, 0 where none is used. */
 int comm_nccl_version(void);

@@ -5,14 +5,13 @@
  * rank and lane, at most 64 in all, so that every kernel which others wait for finds room; group_config.c checks that the
  * streams do not share a hardware queue. */
 #include <stdlib.h>
-#include <string.h>
-#include <sys/random.h>
 
 #include "hub.h"
 #include "internal.h"
 #include "one_sided.h"
+#include "unique_id.h"
 
-#define LOCAL_MARK "moeflow local id" /* NCCL's ids begin with bytes of a random number and an address */
+#define LOCAL_MARK "moeflow local id"
 
 struct comm_local {
   struct comm comm;
@@ -25,15 +24,11 @@ static struct comm_local *local_of(struct comm *comm) {
 }
 
 moeflow_status comm_local_unique_id(moeflow_unique_id *id) {
-  const size_t mark = sizeof LOCAL_MARK - 1;
-  memset(id, 0, sizeof *id);
-  memcpy(id->bytes, LOCAL_MARK, mark);
-  if (getrandom(id->bytes + mark, 32, 0) == 32) return MOEFLOW_OK;
-  return status_set(MOEFLOW_ERROR_INTERNAL, "the system gave no random bytes for a unique id");
+  return unique_id_make(id, LOCAL_MARK);
 }
 
 int comm_local_made(const moeflow_unique_id *id) {
-  return !memcmp(id->bytes, LOCAL_MARK, sizeof LOCAL_MARK - 1);
+  return unique_id_has(id, LOCAL_MARK);
 }
 
 /* ---- Creation ---- */

@@ -257,6 +257,7 @@ cleanup:
 
 static const struct comm_ops *const transports[] = {
     [MOEFLOW_TRANSPORT_NCCL] = &comm_nccl,
+    [MOEFLOW_TRANSPORT_WINDOW] = &comm_window,
     [MOEFLOW_TRANSPORT_ALLGATHER] = &comm_allgather,
     [MOEFLOW_TRANSPORT_LOCAL] = &comm_local,
 };
@@ -350,11 +351,13 @@ moeflow_status moeflow_get_unique_id(moeflow_transport transport, moeflow_unique
     case MOEFLOW_TRANSPORT_NCCL:
     case MOEFLOW_TRANSPORT_ALLGATHER:
       return comm_nccl_unique_id(id);
+    case MOEFLOW_TRANSPORT_WINDOW:
+      return comm_window_unique_id(id);
     case MOEFLOW_TRANSPORT_LOCAL:
       return comm_local_unique_id(id);
     case MOEFLOW_TRANSPORT_AUTO: /* NCCL's serves both, where there is one */
       return comm_nccl_unique_id(id) == MOEFLOW_OK ? MOEFLOW_OK : comm_local_unique_id(id);
     default:
-      return status_set(MOEFLOW_ERROR_UNSUPPORTED, "transport %d needs no id in this version", (int)transport);
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "transport %d does not exist", (int)transport);
   }
 }

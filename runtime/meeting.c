@@ -262,33 +262,43 @@ static int new_socket(void) {
   return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 }
 
-/* Rank 0: takes in one connection, or drops it where it is nobody's of the group. */
-static moeflow_status take_in(struct meeting *meeting, int socket, int64_t deadline) {
-  struct letter hello;
-  const int64_t soon = deadline_in(HELLO_MS);
-  if (!same_user(socket) || move_all(socket, &hello, sizeof hello, NULL, 1, soon < deadline ? soon : deadline) != END_DONE ||
-      hello.protocol != PROTOCOL || hello.operation != OPERATION_JOIN) {
-    close(socket);
-    return MOEFLOW_OK;
+/* Whether `hello` fits the meeting; what does not breaks it. */
+static moeflow_status check_hello(struct meeting *meeting, const struct letter *hello) {
+  if (meeting->broken != MOEFLOW_OK) return broken(meeting);
+  if (hello->ranks != meeting->ranks) {
+    return fail(meeting, MOEFLOW_ERROR_MISMATCH, "ranks disagree on ranks: rank %d says %d, rank 0 says %d", hello->rank,
+                hello->ranks, meeting->ranks);
   }
-  const int placed = hello.rank > 0 && hello.rank < meeting->ranks && meeting->sockets[hello.rank] < 0;
-  if (placed && hello.ranks == meeting->ranks) {
-    meeting->sockets[hello.rank] = socket;
-    meeting->arrived[hello.rank] = sizeof hello;
-    return MOEFLOW_OK;
+  if (hello->rank < 1 || hello->rank >= meeting->ranks || meeting->sockets[hello->rank] >= 0) {
+    return fail(meeting, MOEFLOW_ERROR_ARGUMENT, "two ranks of the group say they are rank %d", hello->rank);
   }
-  moeflow_status status =
-      hello.ranks != meeting->ranks
-          ? fail(meeting, MOEFLOW_ERROR_MISMATCH, "ranks disagree on ranks: rank %d says %d, rank 0 says %d", hello.rank,
-                 hello.ranks, meeting->ranks)
-          : fail(meeting, MOEFLOW_ERROR_ARGUMENT, "two ranks of the group say they are rank %d", hello.rank);
-  hello = (struct letter){.protocol = PROTOCOL, .status = (int32_t)status};
-  memcpy(hello.body, meeting->why, sizeof meeting->why);
-  move_all(socket, &hello, sizeof hello, NULL, 0, deadline_now_ms());
-  close(socket);
-  return status;
+  return MOEFLOW_OK;
 }
 
+/* Rank 0: takes in one connection, tells it why not, or drops it where it is nobody's of the group. Returns whether it was a
+ * rank. */
+static int take_in(struct meeting *meeting, int socket, int64_t deadline) {
+  struct letter hello;
+  const int64_t soon = deadline_in(HELLO_MS);
+  const int said =
+      same_user(socket) && move_all(socket, &hello, sizeof hello, NULL, 1, soon < deadline ? soon : deadline) == END_DONE;
+  const int is_rank = said && hello.protocol == PROTOCOL && hello.operation == OPERATION_JOIN;
+  const moeflow_status status = is_rank ? check_hello(meeting, &hello) : MOEFLOW_OK;
+  if (is_rank && status == MOEFLOW_OK) {
+    meeting->sockets[hello.rank] = socket;
+    meeting->arrived[hello.rank] = sizeof hello;
+    return 1;
+  }
+  if (is_rank) {
+    struct letter refusal = {.protocol = PROTOCOL, .status = (int32_t)status};
+    memcpy(refusal.body, meeting->why, sizeof meeting->why);
+    move_all(socket, &refusal, sizeof refusal, NULL, 0, deadline_now_ms());
+  }
+  close(socket);
+  return is_rank;
+}
+
+/* A broken meeting goes on for the ranks that come late, to tell them why. */
 static moeflow_status listen_for_all(struct meeting *meeting, const struct sockaddr_un *address, socklen_t length,
                                      int64_t deadline) {
   moeflow_status status = MOEFLOW_OK;
@@ -297,15 +307,14 @@ static moeflow_status listen_for_all(struct meeting *meeting, const struct socka
     FAIL(MOEFLOW_ERROR_ENVIRONMENT, "rank 0 cannot listen on a Unix socket: %s%s", strerror(errno),
          errno == EADDRINUSE ? "; the unique_id is in use by another group" : "");
   }
-  for (int here = 1; here < meeting->ranks;) {
+  for (int came = 1; came < meeting->ranks;) {
     if (await(listener, POLLIN, deadline) != END_DONE) CHECK(fail_for_missing(meeting, OPERATION_JOIN));
     const int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (socket >= 0) CHECK(take_in(meeting, socket, deadline));
-    here = 1;
-    for (int r = 1; r < meeting->ranks; r++) here += meeting->sockets[r] >= 0;
+    if (socket >= 0) came += take_in(meeting, socket, deadline);
   }
+  if (meeting->broken != MOEFLOW_OK) CHECK(broken(meeting));
   const struct letter welcome = letter_of(meeting, OPERATION_JOIN, NULL, 0);
-  CHECK(answer(meeting, &welcome, NULL, 0, NULL, deadline));
+  CHECK(answer(meeting, &welcome, NULL, 0, NULL, deadline + GRACE_MS));
 cleanup:
   if (listener >= 0) close(listener);
   return status;

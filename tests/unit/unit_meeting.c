@@ -110,9 +110,10 @@ static void test_missing(int missing) {
   leave();
 }
 
-static void test_wrong_size(void) {
+static void test_wrong_size(int late_rank) {
   prepare(3000);
   ranks[2].ranks = 4;
+  ranks[late_rank].late_ms = 200;
   each(live);
   for (int r = 0; r < RANKS; r++) expect(r, MOEFLOW_ERROR_MISMATCH, "rank 2 says 4, rank 0 says 3");
   leave();
@@ -259,7 +260,8 @@ int main(void) {
   test_alone();
   for (int late = -1; late < RANKS; late++) test_gather(late);
   for (int missing = 0; missing < RANKS; missing++) test_missing(missing);
-  test_wrong_size();
+  test_wrong_size(1);
+  test_wrong_size(2);
   test_twice();
   test_silent(0);
   test_silent(2);

@@ -56,7 +56,6 @@ static moeflow_status lane_bytes(const struct model *model, const struct plan *p
   struct comm comm = {&two_sided};
   struct moeflow_context *context = calloc(1, sizeof *context);
   struct moeflow_group *group = calloc(1, sizeof *group);
-  size_t lane;
   if (!context || !group) FAIL(MOEFLOW_ERROR_MEMORY, "no memory to work out the memory bill");
   context->plan.spec = model->spec;
   if (plan) context->plan = *plan;
@@ -68,8 +67,8 @@ static moeflow_status lane_bytes(const struct model *model, const struct plan *p
   group->comm = &comm;
   group->row_bytes_max = spec_row_bytes(&model->spec);
   group->return_bytes_max = spec_return_row_bytes(&model->spec) * spec_return_rows_per_token(&model->spec);
-  CHECK(arena_bytes(group, &lane));
-  *bytes = (int64_t)lane;
+  CHECK(arena_measure(group, &group->lanes[0]));
+  *bytes = (int64_t)(group->lanes[0].window_bytes + group->lanes[0].arena_bytes);
 cleanup:
   free(context);
   free(group);

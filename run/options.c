@@ -131,7 +131,8 @@ static const struct option_row table[] = {
      .help = "compare every rank with the reference, repeats and graph replays bitwise"},
     {"backend", 0, OPTION_CHOICE, AT(backend), "cpu|cuda", "default: cuda where there is a GPU", .choices = backends},
     {"transport", 0, OPTION_CHOICE, AT(transport), "auto|nccl|window|allgather|local",
-     "how rows travel; local: all ranks in one process, on one GPU or the CPU; window: not in this version",
+     "how rows travel; window: kernels store into other GPUs of this host; local: all ranks in one process, on one GPU or "
+     "the CPU",
      .choices = transports},
     {"capacity", 0, OPTION_INTEGER, AT(capacity), "C", "most tokens a rank may bring; default: deploy.capacity",
      .minimum = 1, .maximum = TOKENS_LIMIT},

@@ -103,17 +103,18 @@ static int over_nccl(moeflow_transport transport) {
   return transport == MOEFLOW_TRANSPORT_NCCL || transport == MOEFLOW_TRANSPORT_ALLGATHER;
 }
 
+static int needs_gpus(moeflow_transport transport) {
+  return over_nccl(transport) || transport == MOEFLOW_TRANSPORT_WINDOW;
+}
+
 static moeflow_status choose_backend(struct setup *setup) {
   const int64_t asked = setup->options.backend;
   const moeflow_transport transport = (moeflow_transport)setup->options.transport;
-  if (transport == MOEFLOW_TRANSPORT_WINDOW)
-    return status_set(MOEFLOW_ERROR_UNSUPPORTED, "--transport %s is not in this version; nccl, allgather and local are",
-                      options_transport_name(transport));
   setup->backend = asked == MOEFLOW_BACKEND_CPU ? MOEFLOW_BACKEND_CPU : MOEFLOW_BACKEND_CUDA;
   if (setup->backend == MOEFLOW_BACKEND_CPU) return MOEFLOW_OK;
   gpus_probe(&setup->gpus);
   if (setup->gpus.count) return MOEFLOW_OK;
-  if (over_nccl(transport))
+  if (needs_gpus(transport))
     return status_set(MOEFLOW_ERROR_ENVIRONMENT, "--transport %s needs a GPU for each rank: %d ranks, 0 GPUs (%s)",
                       options_transport_name(transport), setup->ep, setup->gpus.why);
   if (asked == MOEFLOW_BACKEND_CUDA)
@@ -129,7 +130,7 @@ static moeflow_status choose_transport(struct setup *setup) {
   const moeflow_transport asked = (moeflow_transport)setup->options.transport;
   const int cpu = setup->backend == MOEFLOW_BACKEND_CPU, gpus = setup->gpus.count;
   const int here = setup->launcher.name ? 1 : setup->ep; /* ranks that this process must find GPUs for */
-  if (cpu && over_nccl(asked))
+  if (cpu && needs_gpus(asked))
     return status_set(MOEFLOW_ERROR_ARGUMENT, "--transport %s needs GPUs; the CPU backend has local alone",
                       options_transport_name(asked));
   if (over_nccl(asked) && gpus < here)
@@ -137,6 +138,8 @@ static moeflow_status choose_transport(struct setup *setup) {
                       "--transport %s needs a GPU for each rank: %d ranks, %d GPUs; --transport "
                       "local runs them all on one GPU",
                       options_transport_name(asked), here, gpus);
+  if (asked == MOEFLOW_TRANSPORT_WINDOW && gpus < here)
+    say(setup, "%d GPU(s) for %d ranks: processes share a GPU, which runs them in turns, slowly", gpus, setup->ep);
   setup->transport = asked;
   if (asked == MOEFLOW_TRANSPORT_AUTO) {
     setup->transport = cpu || setup->ep == 1 || gpus < here ? MOEFLOW_TRANSPORT_LOCAL : MOEFLOW_TRANSPORT_NCCL;

@@ -137,8 +137,8 @@ cleanup:
 
 static int device_of(const struct setup *setup, int rank) {
   if (setup->ranks == RANKS_THREADS) return 0;
-  if (setup->ranks == RANKS_FORKED) return rank;
-  return setup->gpus.count == 1 ? 0 : setup->launcher.local_rank; /* a launcher may show each rank its own GPU alone */
+  if (setup->ranks == RANKS_FORKED) return rank % setup->gpus.count; /* more ranks than GPUs: --transport window alone */
+  return setup->gpus.count == 1 ? 0 : setup->launcher.local_rank;    /* a launcher may show each rank its own GPU alone */
 }
 
 static void print_log(void *user, moeflow_log_level level, const char *message) {

@@ -76,23 +76,30 @@ static void *take(struct arena *arena, int64_t number, size_t size) {
   return memory;
 }
 
-static void cut(const struct moeflow_group *group, struct group_lane *lane, struct arena *arena) {
+/* What peers store into. */
+static void cut_window(const struct moeflow_group *group, struct group_lane *lane, struct arena *arena) {
+  const struct comm_ops *ops = group->comm->ops;
+  const int64_t home = ops->broadcast ? 1 : group->ranks; /* blocks of what comes home */
+  const int64_t words = ops->one_sided ? moeflow_flag_block(group->ranks, group->flag_words) : 0;
+  lane->flags = take(arena, words, sizeof *lane->flags);
+  lane->received = take(arena, group->ranks, (size_t)group_block_bytes(group, MOEFLOW_PHASE_DISPATCH));
+  lane->returned = take(arena, home, (size_t)group_block_bytes(group, MOEFLOW_PHASE_RETURN));
+}
+
+static void cut_arena(const struct moeflow_group *group, struct group_lane *lane, struct arena *arena) {
   const struct counts most = count(group);
   const int64_t ranks = group->ranks;
   const int two_sided = !group->comm->ops->one_sided;
   const int64_t own = !group->workspace_of;
-  const int64_t once = group->comm->ops->broadcast ? 1 : ranks; /* blocks of what goes out, and of what comes home */
+  const int64_t once = group->comm->ops->broadcast ? 1 : ranks; /* blocks of what goes out */
   const size_t row_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_DISPATCH);
   const size_t return_block = (size_t)group_block_bytes(group, MOEFLOW_PHASE_RETURN);
   lane->state = take(arena, 1, sizeof *lane->state);
-  lane->flags = take(arena, two_sided ? 0 : moeflow_flag_block(group->ranks, group->flag_words), sizeof *lane->flags);
   lane->peer_flags = take(arena, ranks, sizeof *lane->peer_flags);
   lane->dispatch_targets = take(arena, ranks, sizeof *lane->dispatch_targets);
   lane->return_targets = take(arena, ranks, sizeof *lane->return_targets);
   lane->send = two_sided ? take(arena, once, row_block) : NULL;
-  lane->received = take(arena, ranks, row_block);
   lane->return_send = two_sided ? take(arena, ranks, return_block) : NULL;
-  lane->returned = take(arena, once, return_block);
   lane->ids = take(arena, most.choices, sizeof *lane->ids);
   lane->weights = take(arena, most.choices, sizeof *lane->weights);
   lane->token_places = take(arena, most.choices, sizeof *lane->token_places);
@@ -111,18 +118,21 @@ static void cut(const struct moeflow_group *group, struct group_lane *lane, stru
   lane->control = take(arena, (int64_t)sizeof *lane->control + 2 * most.tiles * (int64_t)sizeof(uint32_t), 1);
 }
 
-moeflow_status arena_bytes(const struct moeflow_group *group, size_t *bytes) {
-  struct arena arena = {.base = NULL};
-  struct group_lane lane;
-  cut(group, &lane, &arena);
-  *bytes = arena.used;
-  if (!arena.overflow) return MOEFLOW_OK;
+moeflow_status arena_measure(const struct moeflow_group *group, struct group_lane *lane) {
+  struct arena window = {.base = NULL}, arena = {.base = NULL};
+  struct group_lane nowhere;
+  cut_window(group, &nowhere, &window);
+  cut_arena(group, &nowhere, &arena);
+  lane->window_bytes = window.used;
+  lane->arena_bytes = arena.used;
+  if (!window.overflow && !arena.overflow) return MOEFLOW_OK;
   return status_set(MOEFLOW_ERROR_ARGUMENT,
                     "the buffers of a lane exceed the address space: %d ranks, capacity %d, %lld bytes a row", group->ranks,
                     group->capacity, (long long)group->row_bytes_max);
 }
 
 void arena_assign(const struct moeflow_group *group, struct group_lane *lane) {
-  struct arena arena = {.base = lane->arena};
-  cut(group, lane, &arena);
+  struct arena window = {.base = lane->window}, arena = {.base = lane->arena};
+  cut_window(group, lane, &window);
+  cut_arena(group, lane, &arena);
 }

@@ -34,17 +34,23 @@ struct comm_ops {
   /* The rest may be NULL. Collective, bounded, from the first moeflow_prepare and before any step: exchanges `rows` rows each
    * way once, so that the transport connects now. */
   moeflow_status (*connect)(struct comm *comm, struct group_lane *lane, int rows);
-  /* Takes over a lane's memory that peers may still write when this rank has left; the last rank to leave releases it. */
-  void (*keep)(struct comm *comm, void *memory, size_t bytes);
+  /* Memory for a lane's window, zero-filled; NULL: group_allocate. Not collective. */
+  moeflow_status (*window_allocate)(struct comm *comm, size_t bytes, void **memory);
+  /* Takes a lane's window back, before destroy, and frees it once no peer can store into it; NULL: group_release, after
+   * destroy. */
+  void (*window_release)(struct comm *comm, void *memory, size_t bytes);
 };
 extern const struct comm_ops comm_nccl;
 extern const struct comm_ops comm_allgather;
 extern const struct comm_ops comm_local;
+extern const struct comm_ops comm_window;
 
 /* A fresh id: NCCL's own, or random bytes behind a mark that NCCL's ids do not carry. */
 moeflow_status comm_nccl_unique_id(moeflow_unique_id *id);
 moeflow_status comm_local_unique_id(moeflow_unique_id *id);
 int comm_local_made(const moeflow_unique_id *id);
+moeflow_status comm_window_unique_id(moeflow_unique_id *id);
+int comm_window_made(const moeflow_unique_id *id);
 
 /* The loaded NCCL's version for the ranks' fingerprint, 0 where none is used. */
 int comm_nccl_version(void);

@@ -5,14 +5,13 @@
  * rank and lane, at most 64 in all, so that every kernel which others wait for finds room; group_config.c checks that the
  * streams do not share a hardware queue. */
 #include <stdlib.h>
-#include <string.h>
-#include <sys/random.h>
 
 #include "hub.h"
 #include "internal.h"
 #include "one_sided.h"
+#include "unique_id.h"
 
-#define LOCAL_MARK "moeflow local id" /* NCCL's ids begin with bytes of a random number and an address */
+#define LOCAL_MARK "moeflow local id"
 
 struct comm_local {
   struct comm comm;
@@ -25,15 +24,11 @@ static struct comm_local *local_of(struct comm *comm) {
 }
 
 moeflow_status comm_local_unique_id(moeflow_unique_id *id) {
-  const size_t mark = sizeof LOCAL_MARK - 1;
-  memset(id, 0, sizeof *id);
-  memcpy(id->bytes, LOCAL_MARK, mark);
-  if (getrandom(id->bytes + mark, 32, 0) == 32) return MOEFLOW_OK;
-  return status_set(MOEFLOW_ERROR_INTERNAL, "the system gave no random bytes for a unique id");
+  return unique_id_make(id, LOCAL_MARK);
 }
 
 int comm_local_made(const moeflow_unique_id *id) {
-  return !memcmp(id->bytes, LOCAL_MARK, sizeof LOCAL_MARK - 1);
+  return unique_id_has(id, LOCAL_MARK);
 }
 
 /* ---- Creation ---- */
@@ -71,7 +66,8 @@ static moeflow_status local_gather(struct comm *comm, const void *mine, size_t b
   return hub_gather(local->hub, local->group->rank, mine, bytes, all, local->group->timeout_ms);
 }
 
-static void local_keep(struct comm *comm, void *memory, size_t bytes) {
+/* Peers may still store into it when this rank has left. */
+static void local_window_release(struct comm *comm, void *memory, size_t bytes) {
   struct comm_local *local = local_of(comm);
   struct hub_memory kept = {.memory = memory, .bytes = bytes, .allocator = local->group->allocator};
   if (local->hub) {
@@ -124,5 +120,5 @@ const struct comm_ops comm_local = {
     .exchange = local_exchange,
     .health = local_health,
     .abort = local_abort,
-    .keep = local_keep,
+    .window_release = local_window_release,
 };

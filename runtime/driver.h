@@ -44,7 +44,7 @@
 /* Absent from older drivers, or called by the tools alone; NULL when absent. */
 #define DRIVER_OPTIONAL(X)                        \
   X(cuFuncLoad)                                   \
-  X(cuLaunchKernelEx)          \
+  X(cuLaunchKernelEx)                             \
   X(cuTensorMapEncodeTiled)                       \
   X(cuDeviceTotalMem)                             \
   X(cuDeviceCanAccessPeer)                        \
@@ -60,7 +60,20 @@
   X(cuEventRecord)                                \
   X(cuEventElapsedTime)                           \
   X(cuOccupancyMaxActiveBlocksPerMultiprocessor)  \
-  X(cuStreamWaitValue32)
+  X(cuStreamWaitValue32)                          \
+  X(cuMemGetAllocationGranularity)                \
+  X(cuMemCreate)                                  \
+  X(cuMemRelease)                                 \
+  X(cuMemAddressReserve)                          \
+  X(cuMemAddressFree)                             \
+  X(cuMemMap)                                     \
+  X(cuMemUnmap)                                   \
+  X(cuMemSetAccess)                               \
+  X(cuMemExportToShareableHandle)                 \
+  X(cuMemImportFromShareableHandle)               \
+  X(cuIpcGetMemHandle)                            \
+  X(cuIpcOpenMemHandle)                           \
+  X(cuIpcCloseMemHandle)
 
 struct driver {
 #define DRIVER_MEMBER(name) __typeof__(name) *name;

@@ -100,22 +100,29 @@ static moeflow_status borrow_workspace(struct moeflow_group *group, int number) 
   return MOEFLOW_OK;
 }
 
+static moeflow_status allocate_window(struct moeflow_group *group, struct group_lane *lane) {
+  const struct comm_ops *ops = group->comm->ops;
+  if (ops->window_allocate) return ops->window_allocate(group->comm, lane->window_bytes, &lane->window);
+  return group_allocate(group, lane->window_bytes, &lane->window);
+}
+
 static moeflow_status allocate_lane(struct moeflow_group *group, int number) {
   moeflow_status status = MOEFLOW_OK;
   struct moeflow_context *context = group->contexts[0];
   struct group_lane *lane = &group->lanes[number];
   const struct moeflow_lane start = {.epoch = 1};
-  CHECK(arena_bytes(group, &lane->arena_bytes));
+  CHECK(arena_measure(group, lane));
+  CHECK(allocate_window(group, lane));
   CHECK(group_allocate(group, lane->arena_bytes, &lane->arena));
   arena_assign(group, lane);
   if (group->workspace_of) CHECK(borrow_workspace(group, number));
   CHECK(context->backend->upload(context, lane->state, &start, sizeof start));
-  context_log(context, MOEFLOW_LOG_INFO, "rank %d: lane %d takes %zu bytes for %d ranks x %d tokens", group->rank, number,
-              lane->arena_bytes, group->ranks, group->capacity);
+  context_log(context, MOEFLOW_LOG_INFO, "rank %d: lane %d takes %zu + %zu bytes for %d ranks x %d tokens", group->rank,
+              number, lane->window_bytes, lane->arena_bytes, group->ranks, group->capacity);
 cleanup:
   if (status == MOEFLOW_ERROR_MEMORY) {
-    status_prefix(status, "lane %d of %d needs %zu bytes for %d ranks x capacity %d", number, group->lane_count,
-                  lane->arena_bytes, group->ranks, group->capacity);
+    status_prefix(status, "lane %d of %d needs %zu + %zu bytes for %d ranks x capacity %d", number, group->lane_count,
+                  lane->window_bytes, lane->arena_bytes, group->ranks, group->capacity);
   }
   return status;
 }
@@ -142,12 +149,15 @@ static void tear_down(struct moeflow_group *group) {
   struct moeflow_context *context = group->contexts ? group->contexts[0] : NULL;
   const struct comm_ops *ops = group->comm ? group->comm->ops : NULL;
   int entered = context && context_enter(context) == MOEFLOW_OK;
-  for (int i = 0; ops && ops->keep && i < group->lane_count; i++) {
-    if (group->lanes[i].arena) ops->keep(group->comm, group->lanes[i].arena, group->lanes[i].arena_bytes);
-    group->lanes[i].arena = NULL;
+  for (int i = 0; ops && ops->window_release && i < group->lane_count; i++) {
+    if (group->lanes[i].window) ops->window_release(group->comm, group->lanes[i].window, group->lanes[i].window_bytes);
+    group->lanes[i].window = NULL;
   }
   if (ops) ops->destroy(group->comm);
-  for (int i = 0; i < group->lane_count; i++) group_release(group, group->lanes[i].arena, group->lanes[i].arena_bytes);
+  for (int i = 0; i < group->lane_count; i++) {
+    group_release(group, group->lanes[i].window, group->lanes[i].window_bytes);
+    group_release(group, group->lanes[i].arena, group->lanes[i].arena_bytes);
+  }
   if (group->shared) context->backend->release_record(context, group->shared);
   if (entered) context_leave(context);
   if (group->workspace_of) atomic_fetch_sub(&group->workspace_of->borrowers, 1);
@@ -224,7 +234,7 @@ static void take_fingerprint(const struct moeflow_group *group, struct fingerpri
   mine->return_bytes = group->return_bytes_max;
   mine->local_experts_max = group->local_experts_max;
   mine->contexts = group->context_count;
-  mine->device = group->comm->ops->one_sided ? group->contexts[0]->device : 0; /* stores reach peers on the same one only */
+  mine->device = group->transport == MOEFLOW_TRANSPORT_LOCAL ? group->contexts[0]->device : 0; /* one for all ranks */
   sha256_begin(&hash);
   for (int i = 0; i < group->context_count; i++) sha256_add(&hash, group->contexts[i]->spec_hash, 64);
   sha256_end(&hash, digest);
@@ -248,6 +258,7 @@ cleanup:
 
 static const struct comm_ops *const transports[] = {
     [MOEFLOW_TRANSPORT_NCCL] = &comm_nccl,
+    [MOEFLOW_TRANSPORT_WINDOW] = &comm_window,
     [MOEFLOW_TRANSPORT_ALLGATHER] = &comm_allgather,
     [MOEFLOW_TRANSPORT_LOCAL] = &comm_local,
 };
@@ -342,11 +353,13 @@ moeflow_status moeflow_get_unique_id(moeflow_transport transport, moeflow_unique
     case MOEFLOW_TRANSPORT_NCCL:
     case MOEFLOW_TRANSPORT_ALLGATHER:
       return comm_nccl_unique_id(id);
+    case MOEFLOW_TRANSPORT_WINDOW:
+      return comm_window_unique_id(id);
     case MOEFLOW_TRANSPORT_LOCAL:
       return comm_local_unique_id(id);
     case MOEFLOW_TRANSPORT_AUTO: /* NCCL's serves both, where there is one */
       return comm_nccl_unique_id(id) == MOEFLOW_OK ? MOEFLOW_OK : comm_local_unique_id(id);
     default:
-      return status_set(MOEFLOW_ERROR_UNSUPPORTED, "transport %d needs no id in this version", (int)transport);
+      return status_set(MOEFLOW_ERROR_ARGUMENT, "transport %d does not exist", (int)transport);
   }
 }

@@ -65,6 +65,7 @@ static moeflow_transport resolve(const moeflow_group_config *config, int on_gpu,
   if (config->ranks == 1) return MOEFLOW_TRANSPORT_LOCAL;
   *why = "the unique id was made for it";
   if (config->unique_id && comm_local_made(config->unique_id)) return MOEFLOW_TRANSPORT_LOCAL;
+  if (config->unique_id && comm_window_made(config->unique_id)) return MOEFLOW_TRANSPORT_WINDOW;
   *why = "ranks may be in several processes";
   return MOEFLOW_TRANSPORT_NCCL;
 }
@@ -86,12 +87,26 @@ static moeflow_status check_local_gpu(const moeflow_group_config *config) {
                     config->ranks, config->lanes, needed, queues);
 }
 
-static moeflow_status check_local(const moeflow_group_config *config, int on_gpu) {
+static moeflow_status check_one_sided(const moeflow_group_config *config) {
   if (config->nccl_comm) return status_set(MOEFLOW_ERROR_ARGUMENT, "a communicator to adopt is for nccl and allgather");
-  if (config->ranks > 1 && !config->unique_id) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks need a unique_id, the same on all of them", config->ranks);
+  if (config->ranks == 1 || config->unique_id) return MOEFLOW_OK;
+  return status_set(MOEFLOW_ERROR_ARGUMENT, "%d ranks need a unique_id, the same on all of them", config->ranks);
+}
+
+static moeflow_status check_local(const moeflow_group_config *config, int on_gpu) {
+  moeflow_status status = check_one_sided(config);
+  return status == MOEFLOW_OK && on_gpu ? check_local_gpu(config) : status;
+}
+
+/* Any id serves by which processes can meet: a local one was made for threads. */
+static moeflow_status check_window(const moeflow_group_config *config, int on_gpu) {
+  if (!on_gpu)
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "the window transport moves GPU memory; the CPU backend has local only");
+  if (config->unique_id && comm_local_made(config->unique_id)) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT,
+                      "this unique_id was made for the local transport; window needs its own or NCCL's");
   }
-  return on_gpu ? check_local_gpu(config) : MOEFLOW_OK;
+  return check_one_sided(config);
 }
 
 static moeflow_status check_nccl(const moeflow_group_config *config, const char *name, int on_gpu) {
@@ -103,9 +118,9 @@ static moeflow_status check_nccl(const moeflow_group_config *config, const char 
   if (config->nccl_comm && config->lanes != 1) {
     return status_set(MOEFLOW_ERROR_ARGUMENT, "an adopted communicator serves 1 lane, not %d", config->lanes);
   }
-  if (config->unique_id && comm_local_made(config->unique_id)) {
-    return status_set(MOEFLOW_ERROR_ARGUMENT,
-                      "this unique_id was made for the local transport; the %s transport needs NCCL's", name);
+  if (config->unique_id && (comm_local_made(config->unique_id) || comm_window_made(config->unique_id))) {
+    return status_set(MOEFLOW_ERROR_ARGUMENT, "this unique_id was made for the %s transport; the %s transport needs NCCL's",
+                      comm_local_made(config->unique_id) ? "local" : "window", name);
   }
   return MOEFLOW_OK;
 }
@@ -117,7 +132,7 @@ static moeflow_status check_allgather(moeflow_context *const *contexts, int coun
     const struct spec *spec = &contexts[i]->plan.spec;
     if (spec->reduce != SPEC_REDUCE_OWNER) {
       return status_set(MOEFLOW_ERROR_UNSUPPORTED,
-                        "the allgather transport adds the owners' sums, and %s returns choices; use nccl or local",
+                        "the allgather transport adds the owners' sums, and %s returns choices; use nccl, window or local",
                         spec->name);
     }
     if (spec->returned != first->returned) {
@@ -133,11 +148,13 @@ static moeflow_status check_transport(moeflow_context *const *contexts, int coun
   const struct moeflow_context *context = contexts[0];
   moeflow_status status;
   const int on_gpu = context->backend == &backend_cuda;
+  static const char *const names[] = {[MOEFLOW_TRANSPORT_NCCL] = "nccl",
+                                      [MOEFLOW_TRANSPORT_WINDOW] = "window",
+                                      [MOEFLOW_TRANSPORT_LOCAL] = "local"}; /* those that AUTO chooses among */
   if (config->transport == MOEFLOW_TRANSPORT_AUTO) {
     const char *why;
     config->transport = resolve(config, on_gpu, &why);
-    context_log(context, MOEFLOW_LOG_INFO, "transport %s: %s",
-                config->transport == MOEFLOW_TRANSPORT_NCCL ? "nccl" : "local", why);
+    context_log(context, MOEFLOW_LOG_INFO, "transport %s: %s", names[config->transport], why);
   }
   switch (config->transport) {
     case MOEFLOW_TRANSPORT_LOCAL:
@@ -148,9 +165,7 @@ static moeflow_status check_transport(moeflow_context *const *contexts, int coun
       status = check_nccl(config, "allgather", on_gpu);
       return status == MOEFLOW_OK ? check_allgather(contexts, count) : status;
     case MOEFLOW_TRANSPORT_WINDOW:
-      return status_set(MOEFLOW_ERROR_UNSUPPORTED,
-                        "transport %d is reserved and not in this version; use nccl, allgather or local",
-                        (int)config->transport);
+      return check_window(config, on_gpu);
     default:
       return status_set(MOEFLOW_ERROR_ARGUMENT, "transport %d does not exist", (int)config->transport);
   }

@@ -68,7 +68,9 @@ struct group_lane {
   /* what the lists above were made for, by the last whole step */
   const struct moeflow_layer *listed_layer;
   int listed_rows, listed_tile_tokens;
-  void *arena;                          /* the one allocation behind all of the above except the record */
+  void *window;                         /* the allocation behind flags, received and returned: what peers store into */
+  size_t window_bytes;                  /* the same on all ranks, as are the parts' places in it */
+  void *arena;                          /* the one behind the rest of the above except the record */
   size_t arena_bytes;
   atomic_uint eager;                    /* steps enqueued outside captures: moeflow_poll waits until so many have ended */
   atomic_uint failed_told;              /* the last failed_step that moeflow_poll has reported */

@@ -59,7 +59,9 @@ typedef enum moeflow_backend { MOEFLOW_BACKEND_CUDA = 0, MOEFLOW_BACKEND_CPU = 1
 typedef enum moeflow_transport {
   MOEFLOW_TRANSPORT_AUTO = 0,      /* the best that the group's topology allows; the log says which and why */
   MOEFLOW_TRANSPORT_NCCL = 1,      /* one all-to-all out, one back */
-  MOEFLOW_TRANSPORT_WINDOW = 2,    /* one-sided stores over NVLink: reserved, not in this version */
+  MOEFLOW_TRANSPORT_WINDOW = 2,    /* one-sided: kernels store into the memory of the other ranks' GPUs. Ranks are processes of
+                                      one user and one host, in one network namespace, whose GPUs can reach each other's memory;
+                                      several may share a GPU, which then runs them in turns, slowly. CUDA */
   MOEFLOW_TRANSPORT_ALLGATHER = 3, /* all-gather out, reduce-scatter back: every row to all ranks, and NCCL adds the owners'
                                       sums in an order of its own, each time rounded to the return dtype. The same bits run to
                                       run. CUDA; not for `reduce: choices`, COMBINE_RING, or models of different return dtypes
@@ -163,12 +165,14 @@ typedef struct moeflow_group_config {
   int capacity;                       /* C: most tokens a rank may bring to one step */
   int lanes;                          /* micro-batches in flight: 1 or 2 */
   moeflow_transport transport;
-  const moeflow_unique_id *unique_id; /* the same on all ranks; from moeflow_get_unique_id on one of them */
+  const moeflow_unique_id *unique_id; /* the same on all ranks; from moeflow_get_unique_id on one of them, for this transport
+                                         (WINDOW also takes NCCL's). AUTO takes the transport that the id was made for */
   void *nccl_comm;                    /* an ncclComm_t to adopt instead of unique_id: never freed here; lanes must be 1 */
   int timeout_ms;                     /* bound of every wait for a peer; 0: 30000. NCCL's exchanges on the device have none:
                                          moeflow_poll tells that one is stuck, and moeflow_abort ends it */
   int local_experts_max;              /* most local slots of any layer; 0: ceil(E / ranks) */
-  const moeflow_allocator *allocator; /* copied; NULL: the driver's own (CUDA), the C library's (CPU) */
+  const moeflow_allocator *allocator; /* copied; NULL: the driver's own (CUDA), the C library's (CPU). WINDOW takes what peers
+                                         store into from the driver all the same */
   moeflow_group *workspace_of;        /* a group of this rank on the same device, whose lanes' activations and outputs are used
                                          instead of own ones; its shapes and capacity must be large enough. Steps of both on
                                          one lane must be ordered by the caller, on one stream. It must outlive this group */
@@ -191,7 +195,7 @@ MOEFLOW_API moeflow_status moeflow_group_create(moeflow_context *const *contexts
 
 /* Destroy captured graphs first: a graph that still holds the group's kernels must not be replayed after this. This rank's
  * steps must have ended. Over NCCL it waits, at most the group's timeout, for captured graphs to go and for the host's other
- * ranks to leave as well. With LOCAL, buffers that peers may still write are kept until the last rank leaves, whose thread
+ * ranks to leave as well. WINDOW waits as long for all ranks to come to this call, unless one has ended. With LOCAL, buffers that peers may still write are kept until the last rank leaves, whose thread
  * then calls this group's allocator. MOEFLOW_ERROR_STATE while layers of the group live. NULL is allowed. */
 MOEFLOW_API moeflow_status moeflow_group_destroy(moeflow_group *group);
 
@@ -203,7 +207,8 @@ MOEFLOW_API moeflow_status moeflow_group_destroy(moeflow_group *group);
  * not waited for: synchronise with its stream where that matters. Any thread. */
 MOEFLOW_API moeflow_status moeflow_poll(moeflow_group *group, int timeout_ms);
 
-/* Gives the group up from any thread: waits on peers end, the group is poisoned, peers learn of it where they can. Over NCCL
+/* Gives the group up from any thread: waits on peers end, the group is poisoned, peers learn of it where they can (LOCAL: with
+ * this rank's next kernel; WINDOW: at once). Over NCCL
  * its communicators are aborted, so that graphs captured with them must not be replayed; an adopted one is the caller's to
  * abort, which is what ends a wait inside it. */
 MOEFLOW_API moeflow_status moeflow_abort(moeflow_group *group);

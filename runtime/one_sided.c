@@ -35,6 +35,28 @@ struct moeflow_peers one_sided_peers(const struct moeflow_group *group, const st
   };
 }
 
+/* As raise_flags in templates/peers.cuh: the mark before the words. */
+moeflow_status one_sided_give_up(const struct moeflow_group *group, const struct group_lane *lane, uint32_t *flags) {
+  static const int phases[] = {MOEFLOW_PHASE_DISPATCH, MOEFLOW_PHASE_RETURN};
+  moeflow_status status = MOEFLOW_OK;
+  struct moeflow_context *context = group->contexts[0];
+  const uint32_t mark = MOEFLOW_POISON_ABORT;
+  const size_t bytes = (size_t)group->flag_words * sizeof(uint32_t);
+  uint32_t epoch, *words = malloc(bytes);
+  if (!words) FAIL(MOEFLOW_ERROR_MEMORY, "no memory for %d flag words", group->flag_words);
+  CHECK(context->backend->download(context, &epoch, &lane->state->epoch, sizeof epoch));
+  for (int i = 0; i < group->flag_words; i++) words[i] = epoch + MOEFLOW_FLAG_POISONED;
+  uint32_t *marks = flags + moeflow_mark_at(group->rank, group->ranks, group->flag_words);
+  CHECK(context->backend->upload(context, marks, &mark, sizeof mark));
+  for (int i = 0; i < 2; i++) {
+    uint32_t *to = flags + moeflow_flag_at(phases[i], group->rank, group->ranks, group->flag_words);
+    CHECK(context->backend->upload(context, to, words, bytes));
+  }
+cleanup:
+  free(words);
+  return status;
+}
+
 moeflow_status one_sided_exchange(const struct moeflow_group *group, const struct group_lane *lane, enum moeflow_phase phase,
                                   void *stream) {
   struct moeflow_context *context = group->contexts[0];

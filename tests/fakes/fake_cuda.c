@@ -1,10 +1,13 @@
 #include "fake_cuda.h"
 
 #include <cuda.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -340,6 +343,159 @@ EXPORT CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUst
   NEED_CONTEXT;
   NOTE(stream);
   memcpy(to, (void *)(size_t)from, bytes);
+  return CUDA_SUCCESS;
+}
+
+/* ---- Memory that processes share: a file that is mapped ---- */
+
+#define GRANULARITY 4096
+
+struct shared {
+  int file;
+  size_t bytes;
+};
+
+/* Notes the call; returns what it is to fail with. */
+#define SHARE_CALL \
+  NEED_CONTEXT;    \
+  NOTE(NULL);      \
+  if (!strcmp(fake.fail_share, __func__)) return CUDA_ERROR_NOT_SUPPORTED
+
+static int legal(const CUmemAllocationProp *how) {
+  return how->type == CU_MEM_ALLOCATION_TYPE_PINNED && how->location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
+         how->location.id < fake.devices && how->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+}
+
+static CUresult new_shared(CUmemGenericAllocationHandle *handle, int file, size_t bytes) {
+  struct shared *made = malloc(sizeof *made);
+  if (!made || file < 0) return CUDA_ERROR_OUT_OF_MEMORY;
+  *made = (struct shared){file, bytes};
+  *handle = (CUmemGenericAllocationHandle)(size_t)made;
+  atomic_fetch_add(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *how,
+                                              CUmemAllocationGranularity_flags option) {
+  SHARE_CALL;
+  (void)option;
+  *granularity = GRANULARITY;
+  return legal(how) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *how,
+                            unsigned long long flags) {
+  SHARE_CALL;
+  if (!legal(how) || flags || bytes % GRANULARITY || !bytes) return CUDA_ERROR_INVALID_VALUE;
+  if (fails(&fake.fail_allocation)) return CUDA_ERROR_OUT_OF_MEMORY;
+  const int file = memfd_create("fake memory", MFD_CLOEXEC);
+  char page[GRANULARITY];
+  memset(page, 0xa5, sizeof page); /* nobody may rely on zeros */
+  for (size_t at = 0; at < bytes; at += sizeof page) {
+    if (write(file, page, sizeof page) != (ssize_t)sizeof page) return CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  return new_shared(handle, file, bytes);
+}
+
+EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  struct shared *shared = (struct shared *)(size_t)handle;
+  NEED_CONTEXT;
+  NOTE(NULL);
+  close(shared->file);
+  free(shared);
+  atomic_fetch_sub(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t bytes, size_t alignment, CUdeviceptr at,
+                                    unsigned long long flags) {
+  SHARE_CALL;
+  if (alignment || at || flags || bytes % GRANULARITY) return CUDA_ERROR_INVALID_VALUE;
+  *pointer = (CUdeviceptr)(size_t)mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  atomic_fetch_add(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemAddressFree(CUdeviceptr pointer, size_t bytes) {
+  NEED_CONTEXT;
+  NOTE(NULL);
+  munmap((void *)(size_t)pointer, bytes);
+  atomic_fetch_sub(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemMap(CUdeviceptr pointer, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+                         unsigned long long flags) {
+  const struct shared *shared = (const struct shared *)(size_t)handle;
+  SHARE_CALL;
+  if (bytes != shared->bytes || offset || flags) return CUDA_ERROR_INVALID_VALUE;
+  if (mmap((void *)(size_t)pointer, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, shared->file, 0) == MAP_FAILED) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  atomic_fetch_add(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
+  NEED_CONTEXT;
+  NOTE(NULL);
+  mmap((void *)(size_t)pointer, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  atomic_fetch_sub(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemSetAccess(CUdeviceptr pointer, size_t bytes, const CUmemAccessDesc *access, size_t count) {
+  SHARE_CALL;
+  if (count != 1 || access->location.type != CU_MEM_LOCATION_TYPE_DEVICE || access->location.id >= fake.devices ||
+      access->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  return mprotect((void *)(size_t)pointer, bytes, PROT_READ | PROT_WRITE) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemExportToShareableHandle(void *to, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                             unsigned long long flags) {
+  const struct shared *shared = (const struct shared *)(size_t)handle;
+  SHARE_CALL;
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || flags) return CUDA_ERROR_INVALID_VALUE;
+  *(int *)to = fcntl(shared->file, F_DUPFD_CLOEXEC, 0);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *from,
+                                               CUmemAllocationHandleType type) {
+  SHARE_CALL;
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_INVALID_VALUE;
+  const off_t bytes = lseek((int)(size_t)from, 0, SEEK_END);
+  int file = fcntl((int)(size_t)from, F_DUPFD_CLOEXEC, 0);
+  if (fake.share_wrong) {
+    close(file);
+    file = memfd_create("other memory", MFD_CLOEXEC);
+    if (ftruncate(file, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  return new_shared(handle, file, (size_t)bytes);
+}
+
+EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer) {
+  SHARE_CALL;
+  memcpy(handle, &pointer, sizeof pointer);
+  return CUDA_SUCCESS;
+}
+
+/* Between threads alone. */
+EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, CUipcMemHandle handle, unsigned flags) {
+  SHARE_CALL;
+  if (flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) return CUDA_ERROR_INVALID_VALUE;
+  memcpy(pointer, &handle, sizeof *pointer);
+  atomic_fetch_add(&fake.live, 1);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
+  NEED_CONTEXT;
+  NOTE(NULL);
+  (void)pointer;
+  atomic_fetch_sub(&fake.live, 1);
   return CUDA_SUCCESS;
 }
 

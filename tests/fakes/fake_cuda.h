@@ -41,6 +41,8 @@ struct fake_cuda {
   int fail_allocation; /* 1: the next one fails, 2: the one after, ...; 0: none */
   int fail_launch;     /* the same for launches */
   int fail_encode;     /* the same for tensor maps */
+  char fail_share[40]; /* calls of this name around memory that processes share fail */
+  int share_wrong;     /* what is opened is not what was shared */
   int capturing;
   atomic_int live;        /* allocations, modules, streams and retained contexts that are not given back */
   atomic_int allocations; /* ever */

@@ -172,10 +172,10 @@ static void test_memory(void) {
   start(&spec, 1);
   const struct group_lane *lane = &ranks[0].group->lanes[0];
   const int64_t row = 100 * spec_row_bytes(&plan.spec), home = 100 * spec_return_row_bytes(&plan.spec);
-  EXPECT(lane->received - lane->send == (row + 255) / 256 * 256, "%td", lane->received - lane->send);
-  EXPECT(lane->return_send - lane->received == (RANKS * row + 255) / 256 * 256);
-  EXPECT(lane->returned - lane->return_send == (RANKS * home + 255) / 256 * 256);
-  EXPECT((uint8_t *)lane->ids - lane->returned == (home + 255) / 256 * 256);
+  EXPECT(lane->return_send - lane->send == (row + 255) / 256 * 256, "%td", lane->return_send - lane->send);
+  EXPECT((uint8_t *)lane->ids - lane->return_send == (RANKS * home + 255) / 256 * 256);
+  EXPECT(lane->returned - lane->received == (RANKS * row + 255) / 256 * 256);
+  EXPECT((uint8_t *)lane->window + lane->window_bytes - lane->returned == (home + 255) / 256 * 256);
   tear_down();
 }
 

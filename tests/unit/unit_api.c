@@ -149,7 +149,7 @@ static void test_group_arguments(void) {
       {"2^31 - 1", MOEFLOW_ERROR_ARGUMENT, 0, 2, 1 << 29, 1, MOEFLOW_TRANSPORT_LOCAL, 0, 0},
       {"unique_id", MOEFLOW_ERROR_ARGUMENT, 0, 2, 8, 1, MOEFLOW_TRANSPORT_LOCAL, 0, 0},
       {"CPU backend has local only", MOEFLOW_ERROR_ARGUMENT, 0, 1, 8, 1, MOEFLOW_TRANSPORT_NCCL, 0, 0},
-      {"not in this version", MOEFLOW_ERROR_UNSUPPORTED, 0, 1, 8, 1, MOEFLOW_TRANSPORT_WINDOW, 0, 0},
+      {"window transport moves GPU memory", MOEFLOW_ERROR_ARGUMENT, 0, 1, 8, 1, MOEFLOW_TRANSPORT_WINDOW, 0, 0},
       {"allgather transport moves GPU memory", MOEFLOW_ERROR_ARGUMENT, 0, 1, 8, 1, MOEFLOW_TRANSPORT_ALLGATHER, 0, 0},
       {"transport 9", MOEFLOW_ERROR_ARGUMENT, 0, 1, 8, 1, (moeflow_transport)9, 0, 0},
   };

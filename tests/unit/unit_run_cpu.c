@@ -116,7 +116,7 @@ static void test_refused(void) {
       {"", "--backend cpu --capacity 8 --tokens 0/9", 2, {"9", "8"}},
       {"", "--tokens 1/2/3", 2, {"3 counts", "2 ranks"}},
       {"", "--ep 12", 2, {"12", "11"}},
-      {"", "--backend cpu --transport window", 2, {"window", "not in this version"}},
+      {"", "--backend cpu --transport window", 2, {"window", "needs GPUs"}},
       {"", "--backend cpu --transport allgather", 2, {"allgather", "GPU"}},
       {"", "--transport allgather --reduce choices", 2, {"allgather", "choices"}},
       {"", "--transport allgather --combine ring", 2, {"allgather", "ring"}},

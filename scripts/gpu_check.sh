@@ -84,6 +84,7 @@ need=2
 checked glm-5.3-flash-bf16-ep2-nccl "$glm" --ep 2 --transport nccl --tokens 0,1,8,128
 checked glm-5.3-flash-bf16-ep2-nccl-8192 "$glm" --ep 2 --transport nccl --tokens 8192 --capacity 8192 --check-rows 64
 checked deepseek-v2-lite-bf16-ep2-nccl "$lite" --ep 2 --transport nccl --tokens 0,1,8,128,5/0
+checked glm-5.3-flash-bf16-ep2-window "$glm" --ep 2 --transport window --tokens 0,1,8,128
 need=1
 checked glm-5.3-flash-bf16-ep4-local "$glm" --ep 4 --transport local --tokens 0,1,8,128
 checked glm-5.3-flash-bf16-ep8-local "$glm" --ep 8 --transport local --tokens 0,1,8,128

@@ -76,7 +76,7 @@ def open(model: str | None = None, *, dtype: str = "bf16", backend: str = "cuda"
 
 
 def unique_id(transport: str = "auto") -> bytes:
-    """A fresh group id, made on one rank and carried to the others by the caller."""
+    """A fresh group id for a transport, made on one rank and carried to the others by the caller."""
     made = ctypes.create_string_buffer(library.UNIQUE_ID_BYTES)
     check(load().moeflow_get_unique_id(number_of(library.TRANSPORTS, transport, "transport"), made))
     return made.raw

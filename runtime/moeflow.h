@@ -189,14 +189,17 @@ MOEFLOW_API moeflow_status moeflow_get_unique_id(moeflow_transport transport, mo
 /* Collective: every rank calls it, each from its own process or (LOCAL) its own thread. Allocates all that the group will
  * ever use, sized for the largest of `contexts` (one per model shape; all on the same device and backend). Ranks compare
  * protocol, capacity, EP, row bytes, transport and NCCL version: a difference is MOEFLOW_ERROR_MISMATCH on all ranks and
- * the message names the first differing field. A rank that never comes is MOEFLOW_ERROR_TIMEOUT. */
+ * the message names the first differing field. A rank that never comes is MOEFLOW_ERROR_TIMEOUT.
+ * WINDOW: ranks that cannot share device memory are MOEFLOW_ERROR_CUDA or _ENVIRONMENT on all of them, and the message has what
+ * each way of sharing it said. */
 MOEFLOW_API moeflow_status moeflow_group_create(moeflow_context *const *contexts, int context_count,
                                                 const moeflow_group_config *config, moeflow_group **group);
 
 /* Destroy captured graphs first: a graph that still holds the group's kernels must not be replayed after this. This rank's
  * steps must have ended. Over NCCL it waits, at most the group's timeout, for captured graphs to go and for the host's other
- * ranks to leave as well. WINDOW waits as long for all ranks to come to this call, unless one has ended. With LOCAL, buffers that peers may still write are kept until the last rank leaves, whose thread
- * then calls this group's allocator. MOEFLOW_ERROR_STATE while layers of the group live. NULL is allowed. */
+ * ranks to leave as well. WINDOW waits as long for all ranks to come to this call, unless one has ended. With LOCAL, buffers
+ * that peers may still write are kept until the last rank leaves, whose thread then calls this group's allocator.
+ * MOEFLOW_ERROR_STATE while layers of the group live. NULL is allowed. */
 MOEFLOW_API moeflow_status moeflow_group_destroy(moeflow_group *group);
 
 /* Waits, at most timeout_ms, for the steps enqueued so far to finish, replays included. MOEFLOW_OK when they have.

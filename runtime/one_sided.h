@@ -15,8 +15,8 @@ moeflow_status one_sided_attach(const struct moeflow_group *group, struct group_
 /* What kernels need to tell the peers and await them. */
 struct moeflow_peers one_sided_peers(const struct moeflow_group *group, const struct group_lane *lane);
 
-/* From the host, with `flags` the flag block of one peer: whatever it waits for, it hears that this rank has given the group up.
- * Any thread; the device is current. */
+/* From the host, with `flags` the flag block of one peer: whatever it waits for, it hears that this rank has given the group
+ * up. Any thread; the device is current. */
 moeflow_status one_sided_give_up(const struct moeflow_group *group, const struct group_lane *lane, uint32_t *flags);
 
 /* Enqueues the kernel that raises this rank's flags of the phase and awaits the peers'. */

@@ -1,5 +1,5 @@
-/* Unique ids of our own: random bytes behind a mark that tells whom they were made for. NCCL's carry none: they begin with bytes
- * of a random number and an address. */
+/* Unique ids of our own: random bytes behind a mark that tells whom they were made for. NCCL's carry none: they begin with
+ * bytes of a random number and an address. */
 #ifndef MOEFLOW_UNIQUE_ID_H
 #define MOEFLOW_UNIQUE_ID_H
 

@@ -25,7 +25,7 @@ struct window_source {
   int by_file; /* tickets go with a file descriptor */
   /* After a failure the span is as far as it came, for release. allocate: zero-filled. */
   moeflow_status (*allocate)(struct moeflow_context *context, size_t bytes, struct window_span *span);
-  moeflow_status (*share)(const struct window_span *span, struct window_ticket *ticket, int *fd); /* fd: the caller's to close */
+  moeflow_status (*share)(const struct window_span *span, struct window_ticket *ticket, int *fd); /* fd: the caller closes */
   moeflow_status (*open)(struct moeflow_context *context, const struct window_ticket *ticket, int fd,
                          struct window_span *span);
   void (*release)(struct moeflow_context *context, struct window_span *span); /* also of none */

@@ -1,6 +1,6 @@
-/* Two processes over NCCL or windows, each with a GPU of its own unless they share one: for tests. The parent never touches CUDA; each
- * case is a fresh pair, forked and awaited for a bounded time. Cubins are built once, by a child, into a cache that all cases
- * share. */
+/* Two processes over NCCL or windows, each with a GPU of its own unless they share one: for tests. The parent never
+ * touches CUDA; each case is a fresh pair, forked and awaited for a bounded time. Cubins are built once, by a child, into a
+ * cache that all cases share. */
 #ifndef MOEFLOW_PAIR_H
 #define MOEFLOW_PAIR_H
 

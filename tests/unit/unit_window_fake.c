@@ -1,5 +1,6 @@
 /* The window transport on a fake GPU whose memory is files: which calls are made, what becomes of failures. */
 #include <dirent.h>
+#include <signal.h>
 
 #include "deadline.h"
 #include "fakes/fake_ranks.h"
@@ -202,6 +203,76 @@ static void test_leave_alone(void) {
   tear_down();
 }
 
+/* Each allocation fails once, at one rank: both fail or none does, and nothing is left behind. */
+static void test_oom(void) {
+  static moeflow_unique_id id;
+  start(2, 2000);
+  const int live = cuda->live, files = open_files();
+  int failed = 0, done = 0;
+  for (int n = 1; n < 100 && !done; n++) {
+    EXPECT_OK(moeflow_get_unique_id(MOEFLOW_TRANSPORT_WINDOW, &id));
+    for (int r = 0; r < RANKS; r++) ranks[r].config.unique_id = &id;
+    cuda->call_count = 0;
+    cuda->fail_allocation = n;
+    each(create_group);
+    done = cuda->fail_allocation > 0;
+    EXPECT((ranks[0].status == MOEFLOW_OK) == (ranks[1].status == MOEFLOW_OK), "allocation %d: %s / %s", n, ranks[0].message,
+           ranks[1].message);
+    if (done) break;
+    failed += ranks[0].status != MOEFLOW_OK;
+    ranks[0].status = ranks[1].status = MOEFLOW_OK;
+    each(destroy);
+    expect_all(MOEFLOW_OK, "");
+    EXPECT(cuda->live == live && open_files() == files, "allocation %d: %d pieces, %d files are left", n, cuda->live - live,
+           open_files() - files);
+  }
+  cuda->fail_allocation = 0;
+  EXPECT(done && failed == RANKS * (1 + 2 * 2), "%d failures: records, windows and arenas", failed);
+  tear_down();
+}
+
+/* ---- Processes ---- */
+
+static volatile uint8_t *mine_at(int rank) {
+  return ranks[rank].group->lanes[0].received;
+}
+
+/* Rank 1 sees what rank 0 stores, and is killed; rank 0 leaves at once, not after its timeout. */
+static void live(int rank, const moeflow_unique_id *id) {
+  const struct timespec nap = {0, 1000000};
+  start(1, 30000);
+  ranks[rank].config.unique_id = id;
+  create_group(&ranks[rank]);
+  EXPECT(ranks[rank].status == MOEFLOW_OK, "rank %d: %s", rank, ranks[rank].message);
+  if (rank == 1) {
+    for (int i = 0; i < 5000 && *mine_at(1) != 0x77; i++) nanosleep(&nap, NULL);
+    EXPECT(*mine_at(1) == 0x77, "nothing arrives");
+    scratch_remove();
+    fflush(NULL);
+    if (!test_failures) raise(SIGKILL);
+    _exit(1);
+  }
+  *ranks[0].group->lanes[0].dispatch_targets[1] = 0x77;
+  const int64_t begin = deadline_now_ms();
+  tear_down();
+  EXPECT(deadline_now_ms() - begin < 10000, "%lld ms to leave a dead rank", (long long)(deadline_now_ms() - begin));
+}
+
+static void test_processes(void) {
+  moeflow_unique_id id;
+  int result = 0;
+  EXPECT_OK(moeflow_get_unique_id(MOEFLOW_TRANSPORT_WINDOW, &id));
+  fflush(NULL);
+  const pid_t child = fork(); /* before anybody touches the fake GPU */
+  if (child == 0) {
+    scratch_make();
+    live(1, &id);
+  }
+  live(0, &id);
+  waitpid(child, &result, 0);
+  EXPECT(WIFSIGNALED(result) && WTERMSIG(result) == SIGKILL, "rank 1 ends with %d", result);
+}
+
 /* ---- Ids ---- */
 
 static void test_ids(void) {
@@ -238,6 +309,8 @@ int main(void) {
   in_child("abort", test_abort);
   in_child("leave", test_leave);
   in_child("leave alone", test_leave_alone);
+  in_child("oom", test_oom);
+  in_child("processes", test_processes);
   in_child("ids", test_ids);
   TEST_END;
 }

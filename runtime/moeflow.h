@@ -190,8 +190,8 @@ MOEFLOW_API moeflow_status moeflow_get_unique_id(moeflow_transport transport, mo
  * ever use, sized for the largest of `contexts` (one per model shape; all on the same device and backend). Ranks compare
  * protocol, capacity, EP, row bytes, transport and NCCL version: a difference is MOEFLOW_ERROR_MISMATCH on all ranks and
  * the message names the first differing field. A rank that never comes is MOEFLOW_ERROR_TIMEOUT.
- * WINDOW: ranks that cannot share device memory are MOEFLOW_ERROR_CUDA or _ENVIRONMENT on all of them, and the message has what
- * each way of sharing it said. */
+ * WINDOW: where device memory cannot be shared it is MOEFLOW_ERROR_CUDA or _ENVIRONMENT, on the other ranks
+ * MOEFLOW_ERROR_PEER, and the message has what each way of sharing said. */
 MOEFLOW_API moeflow_status moeflow_group_create(moeflow_context *const *contexts, int context_count,
                                                 const moeflow_group_config *config, moeflow_group **group);
 

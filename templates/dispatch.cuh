@@ -19,7 +19,7 @@ struct DispatchShared {
   int32_t places[near_places];
 };
 
-/* The layer's places, which no kernel writes: while the kernel before still runs. */
+/* The layer's places, which no kernel writes: while the kernel before still runs. A barrier must pass before they are read. */
 template <class Model, int threads>
 __device__ __forceinline__ const int32_t *fetch_places(const moeflow_pack_params &params, DispatchShared<Model> &shared) {
   const int count = Model::experts * params.replicas;
@@ -92,6 +92,7 @@ __device__ __forceinline__ void dispatch(const moeflow_dispatch_params &params) 
   __shared__ DispatchShared<Model> shared;
   const int32_t *places = fetch_places<Model, Variant::threads>(params.pack, shared);
   await_dependencies(); /* nothing that another kernel wrote is read before this, and nothing stored */
+  __syncthreads();      /* the places are there */
   moeflow_lane *lane = params.pack.lane;
   const uint32_t epoch = lane->epoch;
   bool poison = poisoned(lane);
